@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxspec.system.version import DISTRIBUTION, version
+from jaxspec.system.version import DISTRIBUTION, package_version
 
 PROGRAMS = {
     "train": ("--config NAME.py[:SCALE]", "the main job: GRPO with lossless speculative rollouts"),
@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"{DISTRIBUTION} {package_version()}"
+    )
     parser.parse_args(argv)
     parser.print_help()
     return 0

@@ -17,18 +17,18 @@ from jaxspec.config.settings import DraftConfig, ResolvedConfig
 from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.kinds import build_draft, build_network, kind_of
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.own_code import imported, told
+from jaxspec.inputs.own_code import describe_error, import_function
 from jaxspec.inputs.streams import Stream, stream_key
-from jaxspec.kernels.key_chunks import CHUNK
+from jaxspec.kernels.key_chunks import CHUNK_POSITIONS
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted
-from jaxspec.models.weight_layout import WeightLayout, fastest
+from jaxspec.models.lora import AdaptedDecoder
+from jaxspec.models.weight_layout import WeightLayout, fastest_layout
 from jaxspec.rl import advantages, loss_terms, losses, optimizers
 from jaxspec.rl.draft_objective import LOSSES, Objective
 from jaxspec.rl.learner import Learner
 from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.block import Verification
 from jaxspec.rollout.verification.fused import FUSED, is_supported
 from jaxspec.rollout.verification.plain import PLAIN
@@ -69,7 +69,7 @@ def build_step(
             config.draft_spec, stream_key(config.seed, Stream.DRAFT_WEIGHTS)
         ),
         adapt=(
-            (lambda policy: Adapted(policy, lora, adapters))
+            (lambda policy: AdaptedDecoder(policy, lora, adapters))
             if lora.rank
             else (lambda policy: policy)
         ),
@@ -141,7 +141,7 @@ def _own_loss(name: str) -> losses.Surrogate:
       ConfigError: it cannot be imported, fails, or gives no loss at each token.
     """
     try:
-        function = imported(name)
+        function = import_function(name)
 
         def tried() -> Any:
             number = jnp.zeros((2, 3), jnp.float32)
@@ -152,7 +152,7 @@ def _own_loss(name: str) -> losses.Surrogate:
 
         shape = jax.eval_shape(tried).shape
     except Exception as error:  # a user's code raises whatever it likes
-        raise ConfigError(f"loss.function {name}: {told(error)}") from error
+        raise ConfigError(f"loss.function {name}: {describe_error(error)}") from error
     require(
         shape == (2, 3),
         f"loss.function {name} gives an array of shape {shape} for tokens of shape (2, 3); give the"
@@ -171,7 +171,7 @@ def _kl_penalty(config: ResolvedConfig, in_loss: bool) -> loss_terms.KlPenalty |
     kl = config.kl
     if not kl.beta or (kl.where == "loss") != in_loss:
         return None
-    estimator = loss_terms.ESTIMATORS[kl.chosen_estimator]
+    estimator = loss_terms.ESTIMATORS[kl.active_estimator]
     return loss_terms.KlPenalty(kl.beta, estimator, kl.importance, kl.where == "reward_to_go")
 
 
@@ -239,7 +239,7 @@ def _build_learner(
         # where the pass that learns has the old logprobs, or nothing reads them, none are reused
         largest_factor=(
             config.loss.reuse_below
-            if config.reads_old_logprobs and not config.on_policy
+            if config.needs_old_logprobs and not config.is_on_policy
             else math.inf
         ),
     )
@@ -313,7 +313,7 @@ def _build_generator(
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_grid(config),
         page_size=_page_size(config, mesh),
-        chunk=CHUNK if meshes.lone_cpu(mesh) else 0,
+        chunk=CHUNK_POSITIONS if meshes.lone_cpu(mesh) else 0,
         pages=rollout.engine.pages,
         piece=PIECE if meshes.accelerated(mesh) else 0,
         lengths=draft_lengths(rollout.draft, mesh),
@@ -324,7 +324,7 @@ def _build_generator(
     def lay_out(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:
         """The draft reads what is new at once, and then drafts token by token."""
         shard = mesh.shape[meshes.TENSOR], meshes.threads() if meshes.lone_cpu(mesh) else 0
-        policy = fastest(config.model, *shard, ((length + 1) * slots,))
+        policy = fastest_layout(config.model, *shard, ((length + 1) * slots,))
         policy = policy._replace(unrolled=policy.unrolled and not rollout.engine.stack_layers)
         own = kind_of(rollout.draft.kind).learned
         if own is None:
@@ -332,7 +332,7 @@ def _build_generator(
         read = own.reads(length) * slots
         # with one draft a round, reading gives it, and no pass of one token a slot follows
         passes = (read, slots) if length > 1 else (read,)
-        return policy, fastest(own.decoder(config.draft_spec), *shard, passes)
+        return policy, fastest_layout(own.decoder(config.draft_spec), *shard, passes)
 
     generator = Generator(
         mesh=mesh,
@@ -341,7 +341,7 @@ def _build_generator(
         dtype=config.model.dtype,
         seed=config.seed,
         prompt_length=config.data.max_prompt_length,
-        past=rollout.past,
+        past=rollout.past_answers,
         slots=SLOTS if rollout.engine.slots == "auto" else rollout.engine.slots,
         tail=rollout.engine.tail,
         lay_out=lay_out,
@@ -353,7 +353,7 @@ def _build_generator(
 
 def draft_lengths(draft: DraftConfig, mesh: Mesh) -> tuple[int, ...]:
     """Returns the draft lengths among which rounds choose; none where all rounds draft alike."""
-    lengths = draft.draft_lengths if draft.drafts else ()
+    lengths = draft.length_choices if draft.is_enabled else ()
     if not lengths or not meshes.accelerated(mesh):
         return lengths
     # Each length is a body to compile for each loop. One token a round pays on no card: its round
@@ -374,6 +374,6 @@ def _grid(config: ResolvedConfig) -> tuple[float, ...]:
     """Factors on the temperature among which the draft's is chosen."""
     draft = config.rollout.draft
     # The draft's most likely token is what it draws at temperature 0.
-    if draft.sampling == "argmax" or config.rollout.temperature == 0 or not draft.learned:
+    if draft.sampling == "argmax" or config.rollout.temperature == 0 or not draft.is_learned:
         return (0.0,)
     return draft_temperature.GRID if draft.sampling == "auto" else (float(draft.temperature),)

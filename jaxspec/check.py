@@ -1,13 +1,14 @@
 """Whether a run will run, before anyone rents the machine: `python -m jaxspec.check --config
 rl_think.py:qwen3_8b --devices 32`."""
 
+import dataclasses
 import sys
 
 # a stop while the rest is imported, which takes seconds, has nothing to save
 if __name__ == "__main__":
-    from jaxspec.system.begin import begin
+    from jaxspec.system.begin import prepare_process
 
-    begin()
+    prepare_process()
 
 import argparse
 import contextlib
@@ -25,25 +26,31 @@ from rich.table import Table
 from jaxspec import mesh as meshes
 from jaxspec.build import automatic
 from jaxspec.compiled import findings, hardware
-from jaxspec.compiled.compiler import Listener, for_devices, listening, set_quick
-from jaxspec.compiled.hardware import HERE, Card
-from jaxspec.compiled.tables import cost_json, exchanges_table, work_table
-from jaxspec.config.check import check
+from jaxspec.compiled.compiler import (
+    StderrCapture,
+    capture_stderr,
+    set_check_options,
+    use_mesh_devices,
+)
+from jaxspec.compiled.hardware import LOCAL_DEVICES, Card
+from jaxspec.compiled.tables import build_collectives_table, build_work_table, cost_to_json
+from jaxspec.config.check import check_config
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import check_folders
-from jaxspec.config.here import with_what_is_here
+from jaxspec.config.here import resolve_from_local_files
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.data.problems import load_sets
-from jaxspec.data.scoring import scorer_of, try_scorers
-from jaxspec.host import memory
+from jaxspec.data.scoring import make_scorers, try_scorers
+from jaxspec.host import fit as memory
 from jaxspec.host.job import Job, at_once, make_job, start_jax
-from jaxspec.host.runner import Runner, abstract, times_real_rounds, whole_step
+from jaxspec.host.programs import abstract, times_real_rounds
 from jaxspec.inputs.checked import require
 from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted
+from jaxspec.models.lora import AdaptedDecoder
+from jaxspec.run.schedules import Runner, whole_step
 from jaxspec.step import Step
-from jaxspec.system.progress import Screen, Waiting
+from jaxspec.system.progress import Heartbeat, Screen
 
 COMMAND = "python -m jaxspec.check"
 ABOUT = f"""Says whether a run will run on so many devices, without having them: reads the config,
@@ -51,9 +58,9 @@ the files that it names and are here, the tokenizer and the rewards' answers, th
 step for the real mesh, and tells what it takes of a device's memory, what it computes, what goes
 between devices, and what should not be there.
 
---devices N        of the whole job; left out with --hardware {HERE}: those that there are
---hardware NAME    {", ".join(hardware.HARDWARE)}, or {HERE}: the devices that JAX finds; left out:
-                   h200 for up to 8 devices, gb200 for more
+--devices N        of the whole job; left out with --hardware {LOCAL_DEVICES}: those that there are
+--hardware NAME    {", ".join(hardware.HARDWARE)}, or {LOCAL_DEVICES}: the devices that JAX finds;
+                   left out: h200 for up to 8 devices, gb200 for more
 --json             one JSON object in place of the tables
 
 Folders and files that are not here stop nothing: what was not looked at is said. Compiling for
@@ -66,7 +73,7 @@ _MOST_VIRTUAL = 512
 """Devices that a CPU can be split into."""
 
 
-class Target(NamedTuple):
+class StepTarget(NamedTuple):
     """What a step is compiled for."""
 
     name: str
@@ -77,28 +84,28 @@ class Target(NamedTuple):
     """Whether the CPU's virtual devices stand for the card's."""
 
     @property
-    def limit(self) -> int:
+    def memory_limit(self) -> int:
         """Bytes that a device has."""
-        return self.card.usable if self.card else memory.device_memory()
+        return self.card.usable_memory if self.card else memory.device_memory()
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """In words."""
         kind = self.card.kind if self.card else self.devices[0].device_kind
         stand_in = ", compiled for virtual devices of this CPU" if self.virtual else ""
         return f"{kind}{stand_in}"
 
 
-class Checked(NamedTuple):
+class CheckResult(NamedTuple):
     """What there is to tell."""
 
     job: Job
-    target: Target
-    unseen: list[str]
+    target: StepTarget
+    unchecked: list[str]
     fit: memory.Fitted
     reason: str
     """Why it will not run; empty where it should."""
-    found: findings.Findings
+    analysis: findings.Findings
     warnings: list[str]
     seconds: list[float]
     """Of each program that was compiled, the last of which is told of."""
@@ -106,19 +113,19 @@ class Checked(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Checks; returns the exit status."""
-    options, words = parsed(argv)
+    options, words = parse_options(argv)
     config, name = load_config(words, "check", ABOUT)
     require(options.devices >= 0, f"--devices {options.devices}: give the number of the whole job")
-    with uncached():
-        made = checked(config, options)
+    with disable_cache():
+        result = check_run(config, options)
     if options.json:
-        print(json.dumps(as_json(name, made)))
+        print(json.dumps(as_json(name, result)))
     else:
-        show(name, made, Screen())
-    return 1 if made.reason else 0
+        print_report(name, result, Screen())
+    return 1 if result.reason else 0
 
 
-def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options that are no settings, and the words that are left."""
     parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=0)
@@ -128,130 +135,134 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 @contextlib.contextmanager
-def uncached() -> Iterator[None]:
+def disable_cache() -> Iterator[None]:
     """Programs are compiled anew: one that is kept says nothing while it is made, and those for
     devices that are not there are not kept."""
     name = "jax_enable_compilation_cache"
-    before = getattr(jax.config, name)
+    previous_value = getattr(jax.config, name)
     jax.config.update(name, False)
     reset_cache()  # JAX asks once in a process whether programs are kept
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, previous_value)
         reset_cache()
 
 
-def checked(config: Config, options: argparse.Namespace) -> Checked:
+def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
     """All of it, in the order in which it is cheap."""
-    with listening() as listener, Waiting(listener.say) as waiting:
-        waiting.begin("reading the config, and the folders that it names")
-        whole, unseen = with_what_is_here(config)
-        target = target_of(whole, options.hardware, options.devices)
-        count = len(target.devices)
+    with capture_stderr() as log, Heartbeat(log.print_line) as heartbeat:
+        heartbeat.start_activity("reading the config, and the folders that it names")
+        resolved, unchecked = resolve_from_local_files(config)
+        target = make_target(resolved, options.hardware, options.devices)
+        device_count = len(target.devices)
         # Those of several machines are of several processes, which leave none idle.
-        processes = 1 if target.card is None or count <= target.card.node else count
-        mesh = meshes.make_mesh(*check(whole, count, processes), target.devices)
-        used = target._replace(devices=[*mesh.devices.flat])
-        job = make_job(whole, mesh)
-        check_folders(whole, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
-        files = {item for item in unseen if item.startswith("data.")}
-        scorers = scorer_of(whole)
-        if not files and not config.mixture:
-            waiting.begin("reading the problems")
-            try_scorers(whole, load_sets(whole, job.tokenizer), scorers)
+        processes = 1 if target.card is None or device_count <= target.card.node else device_count
+        mesh = meshes.make_mesh(*check_config(resolved, device_count, processes), target.devices)
+        used_target = target._replace(devices=[*mesh.devices.flat])
+        job = make_job(resolved, mesh)
+        check_folders(resolved, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
+        unread_data = {item for item in unchecked if item.startswith("data.")}
+        scorers = make_scorers(resolved)
+        if not unread_data and not config.mixture:
+            heartbeat.start_activity("reading the problems")
+            try_scorers(resolved, load_sets(resolved, job.tokenizer), scorers)
         if times_real_rounds(job.step.generator):
-            phases = "the phases, which draft_length auto has compiled one by one, by themselves"
-            unseen.append(phases)
-        with for_devices(mesh):
-            if len(used.devices) < len(target.devices):
-                more = "more data shards would not divide every batch (batch.prompts, rows)"
-                listener.say(f"using {len(used.devices)} of {len(target.devices)} devices: {more}")
-            return compiled(job, used, unseen, listener, waiting)
+            remark = "the phases, which draft_length auto has compiled one by one, by themselves"
+            unchecked.append(remark)
+        with use_mesh_devices(mesh):
+            if len(used_target.devices) < len(target.devices):
+                reason = "more data shards would not divide every batch (batch.prompts, rows)"
+                log.print_line(
+                    f"using {len(used_target.devices)} of {len(target.devices)} devices: {reason}"
+                )
+            return compile_step(job, used_target, unchecked, log, heartbeat)
 
 
 # ---- compiling
 
 
-def target_of(config: ResolvedConfig, name: str, count: int) -> Target:
+def make_target(config: ResolvedConfig, name: str, count: int) -> StepTarget:
     """The devices to compile for.
 
     Raises:
       ConfigError: hardware that is not known, or more devices than there can be.
     """
     require(
-        bool(count) or name == HERE,
-        f"no --devices: give their number, or --hardware {HERE} for those that there are",
+        bool(count) or name == LOCAL_DEVICES,
+        f"no --devices: give their number, or --hardware {LOCAL_DEVICES} for those that there are",
     )
-    if name == HERE:
+    if name == LOCAL_DEVICES:
         start_jax(config, count)
-        there = meshes.count_devices()
-        require(count <= there, f"--devices {count}: JAX finds {there} here")
-        return Target(HERE, None, jax.devices()[: count or there], virtual=False)
-    name = name or hardware.usual(count)
-    card = hardware.card_of(name)
+        available = meshes.count_devices()
+        require(count <= available, f"--devices {count}: JAX finds {available} here")
+        return StepTarget(LOCAL_DEVICES, None, jax.devices()[: count or available], virtual=False)
+    name = name or hardware.default_hardware(count)
+    card = hardware.find_card(name)
     jax.config.update("jax_platforms", "cpu")
-    if hardware.plugin():
-        set_quick()
+    if hardware.has_cuda_plugin():
+        set_check_options()
     start_jax(config, count)
-    if hardware.plugin():
-        return Target(name, card, list(hardware.devices_of(card, count)), virtual=False)
-    there = meshes.count_devices()
+    if hardware.has_cuda_plugin():
+        return StepTarget(name, card, list(hardware.topology_devices(card, count)), virtual=False)
+    available = meshes.count_devices()
     remedy = "install the extra `check`, which compiles for GPUs without one"
     require(
-        count <= there,
-        f"--devices {count}: this CPU stands for {there} (at most {_MOST_VIRTUAL}, fewer where"
+        count <= available,
+        f"--devices {count}: this CPU stands for {available} (at most {_MOST_VIRTUAL}, fewer where"
         f" JAX_NUM_CPU_DEVICES or XLA_FLAGS says so); {remedy}",
     )
     require(
         not config.rollout.engine.command_buffers,
         f"rollout.engine.command_buffers: this CPU, which stands for GPUs here, has none; {remedy}",
     )
-    return Target(name, card, jax.devices()[:count], virtual=True)
+    return StepTarget(name, card, jax.devices()[:count], virtual=True)
 
 
-def compiled(
-    job: Job, target: Target, unseen: list[str], listener: Listener, waiting: Waiting
-) -> Checked:
+def compile_step(
+    job: Job, target: StepTarget, unchecked: list[str], log: StderrCapture, heartbeat: Heartbeat
+) -> CheckResult:
     """Compiles the step as a run does, and reads it."""
     config, prompts = job.config, job.config.batch.prompts
     seconds: list[float] = []
 
-    def runner_of(step: Step) -> Runner:
-        listener.say(f"compiling the step for {job.mesh.size} x {target.told}; this takes minutes")
-        waiting.begin("tracing the step")
-        began = time.perf_counter()
-        runner = whole_step(step, prompts, waiting.say)
-        seconds.append(time.perf_counter() - began)
-        waiting.begin("reading the compiled program")
-        listener.say(f"compiled in {seconds[-1]:.0f} s")
+    def compile_runner(step: Step) -> Runner:
+        log.print_line(
+            f"compiling the step for {job.mesh.size} x {target.label}; this takes minutes"
+        )
+        heartbeat.start_activity("tracing the step")
+        start_time = time.perf_counter()
+        runner = whole_step(step, prompts, heartbeat.print_line)
+        seconds.append(time.perf_counter() - start_time)
+        heartbeat.start_activity("reading the compiled program")
+        log.print_line(f"compiled in {seconds[-1]:.0f} s")
         return runner
 
     reason = ""
     # what a CPU's program says of its temporaries is not true of a GPU's
-    limit = sys.maxsize if target.virtual else target.limit
+    limit = sys.maxsize if target.virtual else target.memory_limit
     try:
-        fit = memory.fitted(job.step, prompts, runner_of, automatic(config, job.mesh), limit)
+        fit = memory.fitted(job.step, prompts, compile_runner, automatic(config, job.mesh), limit)
     except memory.DoesNotFit as error:
         fit, reason = error.smallest, str(error)
-    fit = fit._replace(limit=target.limit)
+    fit = dataclasses.replace(fit, limit=target.memory_limit)
     if target.virtual and not reason:
-        reason = _kept_reason(fit)
-    wanted = expected(fit, config)
+        reason = _overflow_reason(fit)
+    expected = program_expectations(fit, config)
     if target.virtual:  # a CPU's program lays keys out anew where a GPU's does not
-        wanted = wanted._replace(layer_cache=0, paged=False)
-    found = findings.read(fit.runner.programs["step"].as_text(), wanted, target.card)
-    warnings = [*listener.resharded, *found.warnings]
-    return Checked(job, target, unseen, fit, reason, found, warnings, seconds)
+        expected = expected._replace(layer_cache_bytes=0, is_paged=False)
+    analysis = findings.analyze_step(fit.compiled.programs["step"].as_text(), expected, target.card)
+    warnings = [*log.resharding_messages, *analysis.warnings]
+    return CheckResult(job, target, unchecked, fit, reason, analysis, warnings, seconds)
 
 
-def _kept_reason(fit: memory.Fitted) -> str:
-    kept = sum(part.size for part in fit.parts if part.name != memory.BESIDE)
-    too_much = f"{_gib(kept)} are kept on each device, which has {_gib(fit.limit)}"
-    return too_much if kept > fit.limit else ""
+def _overflow_reason(fit: memory.Fitted) -> str:
+    kept_bytes = sum(owner.size for owner in fit.parts if owner.name != memory.BESIDE)
+    reason = f"{_as_gib(kept_bytes)} are kept on each device, which has {_as_gib(fit.limit)}"
+    return reason if kept_bytes > fit.limit else ""
 
 
-def expected(fit: memory.Fitted, config: ResolvedConfig) -> findings.Expected:
+def program_expectations(fit: memory.Fitted, config: ResolvedConfig) -> findings.StepExpectation:
     """What its program is looked through for."""
     step, prompts = fit.step, config.batch.prompts
     mesh = dict(step.mesh.shape)
@@ -263,35 +274,35 @@ def expected(fit: memory.Fitted, config: ResolvedConfig) -> findings.Expected:
     synced = 0
     for leaf in jax.tree.leaves(networks):
         entries = [meshes.named(entry) for entry in leaf.sharding.spec]
-        stays = [entry for entry in entries if meshes.DATA not in entry]
-        if len(stays) < len(entries):
-            others = math.prod(mesh[axis] for entry in stays for axis in entry)
-            synced += leaf.size * size // others
+        kept_axes = [entry for entry in entries if meshes.DATA not in entry]
+        if len(kept_axes) < len(entries):
+            shard_count = math.prod(mesh[axis] for entry in kept_axes for axis in entry)
+            synced += leaf.size * size // shard_count
     peers = mesh[meshes.TENSOR]
-    pool = sum(part.size for part in fit.parts if part.name == memory.POOL)
+    pool = sum(owner.size for owner in fit.parts if owner.name == memory.POOL)
     layers = config.model.layers + max(1, config.rollout.draft.layers)
-    return findings.Expected(
+    return findings.StepExpectation(
         mesh=mesh,
-        by_rows=meshes.ROWS,
-        vocab=config.model.vocab,
-        rows=prompts * config.batch.group_size,
+        row_axes=meshes.ROWS,
+        vocab_size=config.model.vocab,
+        row_count=prompts * config.batch.group_size,
         row_length=config.row_length,
-        layer_cache=pool // (2 * layers),
-        synced=synced,
-        paged=step.sizes.page_size > 0,
-        micro_batch=2 * active_weights(step, config) * step.learner.tokens / peers,
-        experts=config.model.family.experts > 0,
-        draft_learns=step.online,
-        command_buffers=step.generator.command_buffers,
-        blocks=config.row_length / BLOCK,
+        layer_cache_bytes=pool // (2 * layers),
+        sync_bytes=synced,
+        is_paged=step.sizes.page_size > 0,
+        micro_batch_flops=2 * count_active_weights(step, config) * step.learner.tokens / peers,
+        has_experts=config.model.family.experts > 0,
+        trains_draft=step.online,
+        uses_command_buffers=step.generator.command_buffers,
+        key_blocks=config.row_length / BLOCK,
     )
 
 
-def active_weights(step: Step, config: ResolvedConfig) -> int:
+def count_active_weights(step: Step, config: ResolvedConfig) -> int:
     """Weights of the policy that a token is multiplied with: not the embedding, and of experts
     those that it is sent to."""
     network = jax.eval_shape(step.fresh_policy)
-    policy: Decoder = network.base if isinstance(network, Adapted) else network
+    policy: Decoder = network.base if isinstance(network, AdaptedDecoder) else network
     family, total = config.model.family, config.model.vocab * config.model.embed
     for path, leaf in jax.tree_util.tree_leaves_with_path(policy.layers):
         if leaf.ndim > 2:  # the others are norms and biases
@@ -304,97 +315,101 @@ def active_weights(step: Step, config: ResolvedConfig) -> int:
 # ---- telling
 
 
-def verdict(made: Checked) -> str:
+def describe_verdict(result: CheckResult) -> str:
     """In a line."""
-    taken = sum(part.size for part in made.fit.parts)
-    room = f"{_gib(taken)} of {_gib(made.fit.limit)} a device"
-    if made.reason:
-        return f"it will not run: {made.reason}"
+    used_bytes = sum(owner.size for owner in result.fit.parts)
+    memory_text = f"{_as_gib(used_bytes)} of {_as_gib(result.fit.limit)} a device"
+    if result.reason:
+        return f"it will not run: {result.reason}"
     caveat = (
         "; its temporaries are those of a program for CPUs, which are not a GPU's"
-        if made.target.virtual
+        if result.target.virtual
         else ""
     )
-    warned = f", with {len(made.warnings)} warnings" if made.warnings else ""
-    return f"it should run: {room}{caveat}{warned}"
+    warning_text = f", with {len(result.warnings)} warnings" if result.warnings else ""
+    return f"it should run: {memory_text}{caveat}{warning_text}"
 
 
-def micro_batches(made: Checked) -> int:
+def count_micro_batches(result: CheckResult) -> int:
     """That a data shard learns from in a step, if all rows are of the longest kind."""
-    step, config = made.fit.step, made.job.config
+    step, config = result.fit.step, result.job.config
     rows = config.batch.prompts * config.batch.group_size // meshes.row_shards(step.mesh)
     return -(-rows * (config.row_length - 1) // step.learner.tokens)
 
 
-def as_json(name: str, made: Checked) -> dict[str, Any]:
+def as_json(name: str, result: CheckResult) -> dict[str, Any]:
     """All of it as plain values; sizes are bytes on each device."""
-    step, card = made.fit.step, made.target.card
+    step, card = result.fit.step, result.target.card
     return {
         "config": name,
-        "hardware": made.target.name,
-        "device": made.target.told,
+        "hardware": result.target.name,
+        "device": result.target.label,
         "card": card._asdict() if card else None,
         "devices": step.mesh.size,
         "mesh": dict(step.mesh.shape),
         "jax": jax.__version__,
-        "virtual": made.target.virtual,
-        "not_looked_at": made.unseen,
-        "compile_seconds": made.seconds,
+        "virtual": result.target.virtual,
+        "not_looked_at": result.unchecked,
+        "compile_seconds": result.seconds,
         "sizes": step.sizes._asdict() | {"slots": step.generator.settings.slots},
         "memory": {
-            "limit": made.fit.limit,
-            "taken": sum(part.size for part in made.fit.parts),
-            "owners": {part.name: part.size for part in made.fit.parts},
-            "remedies": {part.name: part.remedy for part in made.fit.parts},
+            "limit": result.fit.limit,
+            "taken": sum(owner.size for owner in result.fit.parts),
+            "owners": {owner.name: owner.size for owner in result.fit.parts},
+            "remedies": {owner.name: owner.remedy for owner in result.fit.parts},
         },
-        "micro_batches": micro_batches(made),
-        "work": {row: cost_json(cost) for row, cost in made.found.rows.items()},
-        "sync_moves_each_weight": made.found.sync_moves,
-        "warnings": made.warnings,
-        "runs": not made.reason,
-        "verdict": verdict(made),
+        "micro_batches": count_micro_batches(result),
+        "work": {phase: cost_to_json(cost) for phase, cost in result.analysis.cost_rows.items()},
+        "sync_moves_each_weight": result.analysis.sync_moves,
+        "warnings": result.warnings,
+        "runs": not result.reason,
+        "verdict": describe_verdict(result),
     }
 
 
-def show(name: str, made: Checked, screen: Screen) -> None:
+def print_report(name: str, result: CheckResult, screen: Screen) -> None:
     """The tables, and the verdict last."""
-    step, rows = made.fit.step, made.found.rows
+    step, costs = result.fit.step, result.analysis.cost_rows
     sizes, mesh = step.sizes, dict(step.mesh.shape)
     screen.print(
-        f"{name} on {made.fit.step.mesh.size} x {made.target.told}, {mesh}, jax {jax.__version__}"
+        f"{name} on {step.mesh.size} x {result.target.label}, {mesh}, jax {jax.__version__}"
     )
-    for item in made.unseen:
+    for item in result.unchecked:
         screen.print(f"not looked at: {item}")
-    screen.print(_memory_table(made), work_table(rows, made.target.card), exchanges_table(rows))
+    screen.print(
+        _memory_table(result),
+        build_work_table(costs, result.target.card),
+        build_collectives_table(costs),
+    )
     slots = step.generator.settings.slots
     pages = f"{sizes.pages} pages of {sizes.page_size}" if sizes.page_size else "a page a row"
     screen.print(
-        f"{micro_batches(made)} micro-batches of {sizes.tokens} tokens a data shard if all rows are"
-        f" of the longest kind; {slots} slots, {pages}; sync sends"
-        f" {made.found.sync_moves:.2f} times the bytes of the split weights"
+        f"{count_micro_batches(result)} micro-batches of {sizes.tokens} tokens a data shard if all"
+        f" rows are of the longest kind; {slots} slots, {pages}; sync sends"
+        f" {result.analysis.sync_moves:.2f} times the bytes of the split weights"
     )
-    for warning in made.warnings:
+    for warning in result.warnings:
         screen.print(f"warning: {warning}", markup=False)
-    screen.print(verdict(made), markup=False)
+    screen.print(describe_verdict(result), markup=False)
 
 
-def _memory_table(made: Checked) -> Table:
+def _memory_table(result: CheckResult) -> Table:
     table = Table("of each device", "GiB", "less with", box=box.SIMPLE)
-    for part in sorted(made.fit.parts, key=lambda part: -part.size):
-        table.add_row(part.name, f"{part.size / _GIB:.2f}", part.remedy)
-    total = sum(part.size for part in made.fit.parts)
-    table.add_row("in all", f"{total / _GIB:.2f}", f"of {made.fit.limit / _GIB:.2f}")
+    for owner in sorted(result.fit.parts, key=lambda owner: -owner.size):
+        table.add_row(owner.name, f"{owner.size / _GIB:.2f}", owner.remedy)
+    total = sum(owner.size for owner in result.fit.parts)
+    table.add_row("in all", f"{total / _GIB:.2f}", f"of {result.fit.limit / _GIB:.2f}")
     return table
 
 
-def _gib(size: int) -> str:
+def _as_gib(size: int) -> str:
     return f"{size / _GIB:.2f} GiB"
 
 
-def run(argv: Sequence[str]) -> int:
+def run_program(argv: Sequence[str]) -> int:
     """The exit status of a check; a signal ends it at once."""
     return at_once("checking", lambda _: main(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run_program(sys.argv[1:]))

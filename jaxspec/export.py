@@ -5,9 +5,9 @@ import sys
 
 # a stop while the rest is imported, which takes seconds, has nothing to save
 if __name__ == "__main__":
-    from jaxspec.system.begin import begin
+    from jaxspec.system.begin import prepare_process
 
-    begin()
+    prepare_process()
 
 import json
 import os
@@ -23,22 +23,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.config.cli import override, take_option
+from jaxspec.config.cli import override_settings, take_option
 from jaxspec.config.settings import MeshConfig, ResolvedConfig
 from jaxspec.drafts.base import Export, Files
 from jaxspec.drafts.kinds import kind_of, learned
-from jaxspec.hf.names import policy_rows
-from jaxspec.hf.peft import adapter_config, adapter_tensors
-from jaxspec.hf.policy_config import config_json
-from jaxspec.hf.pretrained import ADAPTER_CONFIG, ADAPTERS, CONFIG, tensors_of
-from jaxspec.hf.tensor_files import WEIGHTS, write_tensors
+from jaxspec.hf.names import policy_mappings
+from jaxspec.hf.peft import adapter_config_json, adapter_tensors
+from jaxspec.hf.policy_config import policy_config_json
+from jaxspec.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, stream_tensors
+from jaxspec.hf.tensor_files import WEIGHTS_FILE, write_tensors
 from jaxspec.host.job import Job, at_once, make_job, start_jax
 from jaxspec.host.loaded_run import Run, check_tokenizer, find_run, read_state
 from jaxspec.host.workdir import require_outside_runs
-from jaxspec.inputs.checked import Checked, require
-from jaxspec.models.lora import Adapted, kept_share, merged
+from jaxspec.inputs.checked import CheckedConfig, require
+from jaxspec.models.lora import AdaptedDecoder, change_retention, merge_lora
 from jaxspec.state import PyTree
-from jaxspec.system.files import SaveError, expanded
+from jaxspec.system.files import SaveError, expand_user_path
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in 
   python -m jaxspec.train --config rl_think.py:qwen3_8b --data.path FILE \
     --model.path qwen3-8b-grpo --rollout.draft.path qwen3-8b-grpo/draft \
     --offline.steps 0    (to go on, without training the draft before)"""
-SIDECARS = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -67,11 +67,11 @@ SIDECARS = (
     "merges.txt",
 )
 """Files of a tokenizer, which are copied as they are."""
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Checked, prefix="--"):
+class ExportOptions(CheckedConfig, prefix="--"):
     """What the command line may choose."""
 
     out: str = ""
@@ -86,18 +86,18 @@ class Options(Checked, prefix="--"):
     """Folder of the run's tokenizer, if it is not where the run was told."""
 
 
-Tensor = tuple[str, int, Callable[[], np.ndarray]]
+LazyTensor = tuple[str, int, Callable[[], np.ndarray]]
 """Name, bytes, and what makes it."""
 
 
-def export(run: Run, options: Options) -> Path:
+def export_run(run: Run, options: ExportOptions) -> Path:
     """Writes the folder, whole or not at all, and returns it.
 
     Raises:
       ConfigError: the folder exists or cannot be written, or the tokenizer is not to be found.
     """
     require(bool(options.out), f"no --out: name the folder to write; see {COMMAND} --help")
-    out = expanded(options.out, "--out")
+    out = expand_user_path(options.out, "--out")
     require_outside_runs(out, "--out", "name another folder")
     require(
         not out.exists(),
@@ -106,75 +106,76 @@ def export(run: Run, options: Options) -> Path:
     tokenizer = options.tokenizer or run.config.data.tokenizer
     check_tokenizer(run.config.data.tokenizer, tokenizer)
     kind = run.config.rollout.draft.kind
-    own = kind_of(kind).learned
+    learned_kind = kind_of(kind).learned
     require(
-        options.draft != "speculators" or (own is not None and "speculators" in own.forms),
+        options.draft != "speculators"
+        or (learned_kind is not None and "speculators" in learned_kind.forms),
         f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}",
     )
-    job = _open(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
-    building = unfinished(options)
+    job = _open_job(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
+    partial_folder = temporary_folder(options)
     try:
-        building.mkdir(parents=True)
-        _fill(building, out, job, run, options)
-        building.rename(out)
-    except OSError as reason:
+        partial_folder.mkdir(parents=True)
+        _write_folder(partial_folder, out, job, run, options)
+        partial_folder.rename(out)
+    except OSError as error:
         raise SaveError(
-            f"{out} cannot be written: {reason.strerror or reason}; free some space or name another"
+            f"{out} cannot be written: {error.strerror or error}; free some space or name another"
             " folder"
-        ) from reason
+        ) from error
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
     return out
 
 
-def unfinished(options: Options) -> Path:
+def temporary_folder(options: ExportOptions) -> Path:
     """Where the folder is written until it is whole: no other process writes there."""
-    out = expanded(options.out, "--out")
+    out = expand_user_path(options.out, "--out")
     return out.with_name(f"{out.name}.writing-{os.uname().nodename}-{os.getpid()}")
 
 
-def _open(config: ResolvedConfig) -> Job:
+def _open_job(config: ResolvedConfig) -> Job:
     """The job on all devices there are, each holding a part of the weights; nothing is computed."""
     start_jax(config, config.mesh.data * config.mesh.expert * config.mesh.tensor)
     count = meshes.count_devices()
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 
 
-def _fill(folder: Path, out: Path, job: Job, run: Run, options: Options) -> None:
+def _write_folder(folder: Path, out: Path, job: Job, run: Run, options: ExportOptions) -> None:
     """Writes everything into `folder`, which will be moved to `out`."""
     model = job.config.model
     state = read_state(run, job.step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
     learner = state.learner
     policy, network = learner.policy.network, learner.draft.network if learner.draft else None
-    of_policy = dtype
-    if isinstance(policy, Adapted):
-        _fill_adapter(folder, out, job, policy, dtype)
+    policy_dtype = dtype
+    if isinstance(policy, AdaptedDecoder):
+        _write_adapter(folder, out, job, policy, dtype)
         if options.dtype == "auto":
-            of_policy = np.promote_types(dtype, np.float32)
-        _report_rounding(policy, of_policy)
-        policy = jax.jit(merged)(policy)
-    content = config_json(model, of_policy.name, _special_ids(job.tokenizer))
-    tensors = list(tensors_of(policy_rows(model), policy, of_policy))
-    draft = None if network is None else _draft_files(network, out, job, options, dtype)
-    if draft is not None and draft.with_policy:
-        content, tensors = content | draft.content, [*tensors, *draft.tensors]
-    _write_json(folder / CONFIG, content)
+            policy_dtype = np.promote_types(dtype, np.float32)
+        _report_rounding(policy, policy_dtype)
+        policy = jax.jit(merge_lora)(policy)
+    content = policy_config_json(model, policy_dtype.name, _special_ids(job.tokenizer))
+    tensors = list(stream_tensors(policy_mappings(model), policy, policy_dtype))
+    draft_files = None if network is None else _export_draft(network, out, job, options, dtype)
+    if draft_files is not None and draft_files.with_policy:
+        content, tensors = content | draft_files.content, [*tensors, *draft_files.tensors]
+    _write_json(folder / CONFIG_FILE, content)
     _write_tokenizer(folder, job)
-    _write(folder, "policy", tensors)
-    if draft is not None and not draft.with_policy:
+    _write_weights(folder, "policy", tensors)
+    if draft_files is not None and not draft_files.with_policy:
         (folder / "draft").mkdir()
-        if draft.tokenizer:
+        if draft_files.tokenizer:
             _write_tokenizer(folder / "draft", job)
-        _write_json(folder / "draft" / CONFIG, draft.content)
-        _write(folder / "draft", "draft", draft.tensors)
+        _write_json(folder / "draft" / CONFIG_FILE, draft_files.content)
+        _write_weights(folder / "draft", "draft", draft_files.tensors)
 
 
-def _report_rounding(policy: Adapted, dtype: Any) -> None:
+def _report_rounding(policy: AdaptedDecoder, dtype: Any) -> None:
     """Says how much of the adapters a narrow type loses."""
     if jnp.finfo(dtype).bits >= 32:
         return
-    share = float(jax.jit(partial(kept_share, dtype=dtype))(policy))
+    share = float(jax.jit(partial(change_retention, dtype=dtype))(policy))
     print(
         f"merged weights rounded to {dtype.name} keep {share:.0%} of the adapters' change; leave"
         " out --dtype to write them in float32, or serve DIR/adapter beside its base",
@@ -182,7 +183,7 @@ def _report_rounding(policy: Adapted, dtype: Any) -> None:
     )
 
 
-def _fill_adapter(folder: Path, out: Path, job: Job, policy: Adapted, dtype: Any) -> None:
+def _write_adapter(folder: Path, out: Path, job: Job, policy: AdaptedDecoder, dtype: Any) -> None:
     """The adapters that were trained, and their base, unless it is just the checkpoint that the run
     was started from."""
     config, base = job.config, job.config.model.path
@@ -191,39 +192,46 @@ def _fill_adapter(folder: Path, out: Path, job: Job, policy: Adapted, dtype: Any
         base = str(out / "base")
         (folder / "base").mkdir()
         _write_json(
-            folder / "base" / CONFIG,
-            config_json(config.model, dtype.name, _special_ids(job.tokenizer)),
+            folder / "base" / CONFIG_FILE,
+            policy_config_json(config.model, dtype.name, _special_ids(job.tokenizer)),
         )
         _write_tokenizer(folder / "base", job)
-        _write(
-            folder / "base", "base", list(tensors_of(policy_rows(config.model), policy.base, dtype))
+        _write_weights(
+            folder / "base",
+            "base",
+            list(stream_tensors(policy_mappings(config.model), policy.base, dtype)),
         )
     tensors = adapter_tensors(policy).items()
     _write_json(
-        folder / "adapter" / ADAPTER_CONFIG, adapter_config(config.lora, config.model, base)
+        folder / "adapter" / ADAPTER_CONFIG_FILE,
+        adapter_config_json(config.lora, config.model, base),
     )
-    _write(
+    _write_weights(
         folder / "adapter",
         "adapter",
         [(name, array.nbytes, lambda array=array: array) for name, array in tensors],
-        ADAPTERS,
+        ADAPTER_FILE,
     )
 
 
-def _draft_files(network: PyTree, out: Path, job: Job, options: Options, dtype: Any) -> Files:
+def _export_draft(
+    network: PyTree, out: Path, job: Job, options: ExportOptions, dtype: Any
+) -> Files:
     """A learned draft as its kind is published, for the policy that will be in `out`."""
     draft = job.config.rollout.draft
-    wanted = Export(
+    request = Export(
         policy=replace(job.config.model, path=str(out)),
         form=options.draft,
         dtype=dtype,
         length=draft.max_draft_length,
         ids=_special_ids(job.tokenizer),
     )
-    return learned(draft.kind).export(network, wanted)
+    return learned(draft.kind).export(network, request)
 
 
-def _write(folder: Path, title: str, tensors: list[Tensor], name: str = WEIGHTS) -> None:
+def _write_weights(
+    folder: Path, title: str, tensors: list[LazyTensor], name: str = WEIGHTS_FILE
+) -> None:
     with Progress(title, len(tensors)) as progress:
         for number, _ in enumerate(write_tensors(folder, tensors, name), start=1):
             progress.update(number)
@@ -239,16 +247,16 @@ def _write_tokenizer(folder: Path, job: Job) -> None:
     them."""
     source = Path(job.config.data.tokenizer)
     if job.config.data.tokenizer:
-        for name in (*SIDECARS, GENERATION):
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
     else:
         job.tokenizer.save(str(folder))
-    if not (folder / GENERATION).is_file():
-        ends = {**_special_ids(job.tokenizer), "eos_token_id": list(job.tokenizer.stop_ids)}
+    if not (folder / GENERATION_CONFIG).is_file():
+        generation = {**_special_ids(job.tokenizer), "eos_token_id": list(job.tokenizer.stop_ids)}
         _write_json(
-            folder / GENERATION,
-            {**ends, "do_sample": True, "temperature": job.config.rollout.temperature or 1.0},
+            folder / GENERATION_CONFIG,
+            {**generation, "do_sample": True, "temperature": job.config.rollout.temperature or 1.0},
         )
 
 
@@ -259,17 +267,19 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def main(argv: Sequence[str], interrupt: Interrupt) -> int:
     """Exports what the command line names; returns the exit status."""
     path, words = take_option(argv, COMMAND, "checkpoint", "RUN --out DIR")
-    options = override(Options(), words, f"{COMMAND} --checkpoint {path or 'RUN'}", ABOUT)
+    options = override_settings(
+        ExportOptions(), words, f"{COMMAND} --checkpoint {path or 'RUN'}", ABOUT
+    )
     require(
         bool(path),
         "no --checkpoint: give a training run's folder, such as --checkpoint runs/rl_think-tiny;"
         f" see {COMMAND} --help",
     )
     run = find_run(path)
-    with interrupt.nothing_unsaved(
-        "writing the folder", lambda: shutil.rmtree(unfinished(options), ignore_errors=True)
+    with interrupt.exit_on_signal(
+        "writing the folder", lambda: shutil.rmtree(temporary_folder(options), ignore_errors=True)
     ):
-        out = export(run, options)
+        out = export_run(run, options)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) / 1e9
     print(f"checkpoint {run.number} of {run.folder} is in {out} ({size:.3g} GB)", flush=True)
     return 0

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.inputs.checked import ConfigError, first_line, require
-from jaxspec.processes.environment import environment_number, whole_number
+from jaxspec.processes.environment import environment_number, parse_whole_number
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 AXES = (DATA, EXPERT, TENSOR)
@@ -114,7 +114,7 @@ def _forced_devices() -> bool:
         if word.startswith("--xla_force_host_platform_device_count")
     ]
     for count in counts:
-        good = 1 <= (whole_number(count) or 0) <= _MOST_DEVICES
+        good = 1 <= (parse_whole_number(count) or 0) <= _MOST_DEVICES
         flag = f"--xla_force_host_platform_device_count={count}"
         require(
             good,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-TARGET, ROUND = range(2)
+TARGET_STREAM, ROUND_STREAM = range(2)
 """Streams of noise of one row: by absolute position, and by committed length at the start of a
 round."""
 
@@ -40,12 +40,12 @@ class Processing(NamedTuple):
     and are never sampled; 0: all have."""
 
 
-def processed_logits(
+def process_logits(
     logits: Float[Array, "*B V"],
     processing: Processing,
-    produced: Int[Array, "*B"],
+    response_position: Int[Array, "*B"],
     factor: Float[Array, "*#B"] | float = 1.0,
-    keep: Int[Array, "*B"] | None = None,
+    sampled_ids: Int[Array, "*B"] | None = None,
     may_be_zero: bool = True,
     ids: Int[Array, "*#B V"] | None = None,
 ) -> Float[Array, "*B V"]:
@@ -55,63 +55,68 @@ def processed_logits(
     Args:
       logits: of a network, over the real vocabulary.
       processing: see `Processing`.
-      produced: response tokens before the one sampled here, for the minimum length.
+      response_position: response tokens before the one sampled here, for the minimum length.
       factor: the temperature is multiplied by it (a draft may be sharper or flatter than its
         target); an array is one for all positions or broadcasts over them, and may be traced.
-      keep: ids that top-k, top-p and min-p never drop: those known to have been sampled, where
-        rounding must not exclude them afterwards.
+      sampled_ids: ids that top-k, top-p and min-p never drop: those known to have been sampled,
+        where rounding must not exclude them afterwards.
       may_be_zero: whether a traced `factor` can be 0. If not, no argmax is compiled for it.
       ids: the token of each logit. None: the logits are those of all tokens, in order.
     """
 
-    def tokens() -> Int[Array, "*#B V"]:
+    def token_ids() -> Int[Array, "*#B V"]:
         return jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
 
-    some = ids is not None
-    if processing.vocab_size and (some or processing.vocab_size < logits.shape[-1]):
-        logits = jnp.where(tokens() < processing.vocab_size, logits, -jnp.inf)
+    has_ids = ids is not None
+    if processing.vocab_size and (has_ids or processing.vocab_size < logits.shape[-1]):
+        logits = jnp.where(token_ids() < processing.vocab_size, logits, -jnp.inf)
     if processing.banned:
-        logits = jnp.where(_among(processing.banned, tokens()), -jnp.inf, logits)
+        logits = jnp.where(_is_member(processing.banned, token_ids()), -jnp.inf, logits)
     if processing.min_new_tokens and processing.stop_ids:
-        ends = _among(processing.stop_ids, tokens())
+        is_stop = _is_member(processing.stop_ids, token_ids())
         logits = jnp.where(
-            ends & (produced < processing.min_new_tokens)[..., None], -jnp.inf, logits
+            is_stop & (response_position < processing.min_new_tokens)[..., None], -jnp.inf, logits
         )
-    logits = _tempered(logits, processing.temperature, factor, may_be_zero)
+    logits = _apply_temperature(logits, processing.temperature, factor, may_be_zero)
     if 0 < processing.top_k < logits.shape[-1]:
-        logits = _at_least(logits, jax.lax.top_k(logits, processing.top_k)[0][..., -1:], keep)
+        logits = _drop_below(
+            logits, jax.lax.top_k(logits, processing.top_k)[0][..., -1:], sampled_ids
+        )
     if processing.top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
         # what stands before a token has not reached the sum
-        inside = jnp.cumsum(probs, axis=-1) - probs < processing.top_p
-        logits = _at_least(
+        in_nucleus = jnp.cumsum(probs, axis=-1) - probs < processing.top_p
+        logits = _drop_below(
             logits,
-            jnp.min(jnp.where(inside, descending, descending[..., :1]), axis=-1, keepdims=True),
-            keep,
+            jnp.min(jnp.where(in_nucleus, descending, descending[..., :1]), axis=-1, keepdims=True),
+            sampled_ids,
         )
     if processing.min_p > 0:
         largest = jnp.max(logits, axis=-1, keepdims=True)
-        logits = _at_least(logits, largest + math.log(processing.min_p), keep)
+        logits = _drop_below(logits, largest + math.log(processing.min_p), sampled_ids)
     return logits
 
 
-def _among(chosen: tuple[int, ...], ids: Int[Array, "*B V"]) -> Bool[Array, "*B V"]:
+def _is_member(members: tuple[int, ...], ids: Int[Array, "*B V"]) -> Bool[Array, "*B V"]:
     """Whether each id is among the chosen."""
-    return jnp.isin(ids, jnp.asarray(chosen, jnp.int32))
+    return jnp.isin(ids, jnp.asarray(members, jnp.int32))
 
 
-def _at_least(
-    logits: Float[Array, "*B V"], least: Float[Array, "*B 1"], keep: Int[Array, "*B"] | None
+def _drop_below(
+    logits: Float[Array, "*B V"],
+    threshold: Float[Array, "*B 1"],
+    sampled_ids: Int[Array, "*B"] | None,
 ) -> Float[Array, "*B V"]:
-    """Drops what is below `least`; tokens tied with it stay, and so do NaNs, which must be seen."""
-    drop = logits < least
-    if keep is not None:
-        drop &= jnp.arange(logits.shape[-1], dtype=jnp.int32) != keep[..., None]
-    return jnp.where(drop, -jnp.inf, logits)
+    """Drops what is below `threshold`; tokens tied with it stay, and so do NaNs, which must be
+    seen."""
+    is_below = logits < threshold
+    if sampled_ids is not None:
+        is_below &= jnp.arange(logits.shape[-1], dtype=jnp.int32) != sampled_ids[..., None]
+    return jnp.where(is_below, -jnp.inf, logits)
 
 
-def _tempered(
+def _apply_temperature(
     logits: Float[Array, "*B V"],
     temperature: float,
     factor: Float[Array, "*#B"] | float,
@@ -122,35 +127,39 @@ def _tempered(
         product = temperature * factor
         if product == 1:
             return logits
-        return logits / product if product > 0 else _greedy(logits)
+        return logits / product if product > 0 else _greedy_logits(logits)
     products = jnp.asarray(temperature * factor, logits.dtype)[..., None]
     if temperature > 0 and not may_be_zero:
         return logits / products
-    return jnp.where(products > 0, logits / jnp.where(products > 0, products, 1), _greedy(logits))
+    return jnp.where(
+        products > 0, logits / jnp.where(products > 0, products, 1), _greedy_logits(logits)
+    )
 
 
-def _greedy(logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+def _greedy_logits(logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
     """0 at the (first) largest logit; -inf, and NaN for NaN, elsewhere. Where every token is
     excluded, none is the largest."""
-    largest = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(
+    is_largest = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32) == jnp.arange(
         logits.shape[-1], dtype=jnp.int32
     )
-    largest &= logits > -jnp.inf
+    is_largest &= logits > -jnp.inf
     return jnp.where(
-        jnp.isnan(logits), logits, jnp.where(largest, jnp.zeros_like(logits), -jnp.inf)
+        jnp.isnan(logits), logits, jnp.where(is_largest, jnp.zeros_like(logits), -jnp.inf)
     )
 
 
-def processed_logprobs(
+def compute_logprobs(
     logits: Float[Array, "*B V"],
     processing: Processing,
-    produced: Int[Array, "*B"],
+    response_position: Int[Array, "*B"],
     factor: Float[Array, "*#B"] | float = 1.0,
-    keep: Int[Array, "*B"] | None = None,
+    sampled_ids: Int[Array, "*B"] | None = None,
     may_be_zero: bool = True,
 ) -> Float[Array, "*B V"]:
-    """Log-probabilities of the sampling distribution; see `processed_logits`."""
-    processed = processed_logits(logits, processing, produced, factor, keep, may_be_zero)
+    """Log-probabilities of the sampling distribution; see `process_logits`."""
+    processed = process_logits(
+        logits, processing, response_position, factor, sampled_ids, may_be_zero
+    )
     return jax.nn.log_softmax(processed, axis=-1)
 
 
@@ -165,15 +174,15 @@ def scatter_to_vocabulary(
     """Logits over all `vocab` tokens, of those of the tokens `ids`; -inf for the others."""
     if ids is None:
         return logits
-    whole = jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype)
-    return whole.at[..., ids].set(logits, indices_are_sorted=True, unique_indices=True)
+    full_logits = jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype)
+    return full_logits.at[..., ids].set(logits, indices_are_sorted=True, unique_indices=True)
 
 
 def entropy(logprobs: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Entropy in nats; tokens of probability 0 count nothing."""
-    possible = logprobs != -jnp.inf
+    is_possible = logprobs != -jnp.inf
     return -jnp.sum(
-        jnp.where(possible, jnp.exp(logprobs) * jnp.where(possible, logprobs, 0), 0), axis=-1
+        jnp.where(is_possible, jnp.exp(logprobs) * jnp.where(is_possible, logprobs, 0), 0), axis=-1
     )
 
 
@@ -192,7 +201,7 @@ def position_keys(
     )(keys, positions)
 
 
-def gumbel(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B T V"]:
+def gumbel_noise(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B T V"]:
     """Standard Gumbel noise, one vector over the vocabulary for each key.
 
     Of float32's 23 bits alone the largest noise would be 16, and a token of probability 1e-7 would
@@ -203,8 +212,8 @@ def gumbel(keys: Key[Array, "B T"], vocab: int, dtype: jnp.dtype) -> Float[Array
     )
 
 
-def uniforms(
-    keys: Key[Array, " B"], places: Int[Array, "B T"], count: int, dtype: jnp.dtype
+def uniform_numbers(
+    keys: Key[Array, " B"], positions: Int[Array, "B T"], count: int, dtype: jnp.dtype
 ) -> Float[Array, "B T count"]:
     """`count` independent uniform numbers in (0, 1) for each place of each row: Threefry-2x32 of
     (place, number) under the row's key.
@@ -213,17 +222,17 @@ def uniforms(
     token that is possible, however rare. `jax.random` would take a chain of small loops for a few
     numbers, which on a CPU is as long as the forward pass of a small model.
     """
-    words = jax.random.key_data(keys)[:, None, None, :2]
-    wide = dtype == jnp.float64
-    numbers = jnp.arange(count if wide else -(-count // 2), dtype=jnp.uint32)
+    key_words = jax.random.key_data(keys)[:, None, None, :2]
+    is_float64 = dtype == jnp.float64
+    counters = jnp.arange(count if is_float64 else -(-count // 2), dtype=jnp.uint32)
     first, second = threefry(
-        words[..., 0], words[..., 1], places[:, :, None].astype(jnp.uint32), numbers
+        key_words[..., 0], key_words[..., 1], positions[:, :, None].astype(jnp.uint32), counters
     )
-    if wide:
+    if is_float64:
         bits = (first.astype(jnp.uint64) << 32 | second.astype(jnp.uint64)) >> 12
         return (bits.astype(dtype) + 0.5) * 2.0**-52
-    both = jnp.stack([first, second], axis=-1).reshape(*places.shape, -1)[:, :, :count]
-    return ((both >> 9).astype(dtype) + jnp.asarray(0.5, dtype)) * jnp.asarray(2.0**-23, dtype)
+    pairs = jnp.stack([first, second], axis=-1).reshape(*positions.shape, -1)[:, :, :count]
+    return ((pairs >> 9).astype(dtype) + jnp.asarray(0.5, dtype)) * jnp.asarray(2.0**-23, dtype)
 
 
 def threefry(
@@ -237,9 +246,9 @@ def threefry(
     keys = key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA)
     first, second = first + keys[0], second + keys[1]
     for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             first = first + second
-            second = first ^ (second << turn | second >> (32 - turn))
+            second = first ^ (second << rotation | second >> (32 - rotation))
         first = first + keys[(group + 1) % 3]
         second = second + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return first, second
@@ -257,7 +266,7 @@ Noise = Float[Array, "*B V"] | Uniforms
 it."""
 
 
-Weigh = Callable[[Int[Array, "*B M"]], Float[Array, "*B M"]]
+WeightFunction = Callable[[Int[Array, "*B M"]], Float[Array, "*B M"]]
 """Weights of some tokens of each row."""
 
 
@@ -280,69 +289,72 @@ def categorical(logprobs: Float[Array, "*B V"], noise: Noise) -> Int[Array, "*B"
     """
     if not isinstance(noise, Uniforms):
         return jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
-    return drawn(jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True)), noise)
+    return draw_by_weight(jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True)), noise)
 
 
-def drawn(
-    weights: Float[Array, "*B V"], noise: Uniforms, again: Weigh | None = None
+def draw_by_weight(
+    weights: Float[Array, "*B V"], noise: Uniforms, reweigh: WeightFunction | None = None
 ) -> Int[Array, "*B"]:
     """Draws tokens with probability proportional to `weights`, by the inverse of their cumulated
-    sums. `again` computes those of one block anew, so that nobody needs to hold all of them."""
+    sums. `reweigh` computes those of one block anew, so that nobody needs to hold all of them."""
     vocab = weights.shape[-1]
     if vocab <= BRANCHES:
-        return _at(weights, noise.levels[..., 0])
-    blocks = _in_blocks(weights)
-    place = drawn(jnp.sum(blocks, axis=-1), Uniforms(noise.levels[..., 1:]))
-    if again is None:
-        inside = jnp.take_along_axis(blocks, place[..., None, None], axis=-2)[..., 0, :]
+        return _search_cumsum(weights, noise.levels[..., 0])
+    blocks = _split_blocks(weights)
+    block = draw_by_weight(jnp.sum(blocks, axis=-1), Uniforms(noise.levels[..., 1:]))
+    if reweigh is None:
+        block_weights = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
     else:
-        inside = weigh_block(again, place, vocab)
-    return place * BRANCHES + _at(inside, noise.levels[..., 0])
+        block_weights = weigh_block(reweigh, block, vocab)
+    return block * BRANCHES + _search_cumsum(block_weights, noise.levels[..., 0])
 
 
-def drawn_of_either(
+def draw_from_either(
     first: Float[Array, "*B V"],
     second: Float[Array, "*B V"],
     prefers_first: Bool[Array, "*B"],
     noise: Uniforms,
-    again: tuple[Weigh, Weigh],
+    reweigh: tuple[WeightFunction, WeightFunction],
 ) -> Int[Array, "*B"]:
     """Draws tokens with probability proportional to `first` where it is preferred and has any
     weight, else to `second`, which has some wherever `first` has.
 
-    One pass over both gives the sums of all blocks; `again` computes the weights of the one drawn.
+    One pass over both gives the sums of all blocks; `reweigh` computes the weights of the one
+    drawn.
     """
     vocab = first.shape[-1]
     if vocab <= BRANCHES:
-        chosen = prefers_first & jnp.any(first > 0, axis=-1)
-        return _at(jnp.where(chosen[..., None], first, second), noise.levels[..., 0])
-    sums = [jnp.sum(_in_blocks(each), axis=-1) for each in (first, second)]
-    chosen = prefers_first & jnp.any(sums[0] > 0, axis=-1)
-    place = drawn(jnp.where(chosen[..., None], *sums), Uniforms(noise.levels[..., 1:]))
-    inside = [weigh_block(each, place, vocab) for each in again]
+        use_first = prefers_first & jnp.any(first > 0, axis=-1)
+        return _search_cumsum(jnp.where(use_first[..., None], first, second), noise.levels[..., 0])
+    sums = [jnp.sum(_split_blocks(weights), axis=-1) for weights in (first, second)]
+    use_first = prefers_first & jnp.any(sums[0] > 0, axis=-1)
+    block = draw_by_weight(jnp.where(use_first[..., None], *sums), Uniforms(noise.levels[..., 1:]))
+    block_weights = [weigh_block(weigh, block, vocab) for weigh in reweigh]
     # Weights that were next to nothing may be nothing when they are computed again.
-    chosen &= jnp.any(inside[0] > 0, axis=-1)
-    return place * BRANCHES + _at(jnp.where(chosen[..., None], *inside), noise.levels[..., 0])
+    use_first &= jnp.any(block_weights[0] > 0, axis=-1)
+    return block * BRANCHES + _search_cumsum(
+        jnp.where(use_first[..., None], *block_weights), noise.levels[..., 0]
+    )
 
 
-def weigh_block(weigh: Weigh, place: Int[Array, "*B"], vocab: int) -> Float[Array, "*B M"]:
+def weigh_block(weigh: WeightFunction, block: Int[Array, "*B"], vocab: int) -> Float[Array, "*B M"]:
     """Weights of the tokens of one block; 0 beyond the vocabulary."""
-    ids = place[..., None] * BRANCHES + jnp.arange(BRANCHES, dtype=jnp.int32)
+    ids = block[..., None] * BRANCHES + jnp.arange(BRANCHES, dtype=jnp.int32)
     return jnp.where(ids < vocab, weigh(jnp.minimum(ids, vocab - 1)), 0)
 
 
-def _in_blocks(weights: Float[Array, "*B V"]) -> Float[Array, "*B N M"]:
+def _split_blocks(weights: Float[Array, "*B V"]) -> Float[Array, "*B N M"]:
     """Weights in blocks of `BRANCHES`, filled up with zeros."""
     count = -(-weights.shape[-1] // BRANCHES)
     padding = [(0, 0)] * (weights.ndim - 1) + [(0, count * BRANCHES - weights.shape[-1])]
     return jnp.pad(weights, padding).reshape(*weights.shape[:-1], count, BRANCHES)
 
 
-def _at(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
+def _search_cumsum(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
     """The first entry with a weight whose cumulated sum exceeds the given share of the whole."""
     # sums may grow by rounding at an entry without a weight
-    ends = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
-    last = jnp.max(ends, axis=-1, keepdims=True)
-    return jnp.argmax((ends > uniform[..., None] * last) | (ends == last), axis=-1).astype(
+    cumsums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
+    total = jnp.max(cumsums, axis=-1, keepdims=True)
+    return jnp.argmax((cumsums > uniform[..., None] * total) | (cumsums == total), axis=-1).astype(
         jnp.int32
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 _T = TypeVar("_T")
 
@@ -23,6 +23,10 @@ shardings)."""
 RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
 """Status of a row: still generating, ended by an end token, cut at the length limit, stopped by
 logits or a distribution that is not finite, never started."""
+PROMPT, READ, UNDRAFTED, CORRECTION, BONUS, DRAFTED = range(6)
+"""Origin of a token: prompt or padding, read from an environment, sampled where no draft was
+offered, sampled in place of a rejected draft, sampled after all drafts were kept, accepted draft.
+An accepted draft of depth d is `DRAFTED + d - 1`."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -131,6 +135,9 @@ class Rollout(Tree):
     logprobs: Float[AnyArray, "B S"]
     """The target's log-probability of each response token under the sampling distribution; 0
     elsewhere."""
+    origin: Int8[AnyArray, "B S"]
+    """Origin of each token: `PROMPT`, `READ`, `UNDRAFTED`, `CORRECTION`, `BONUS` or `DRAFTED` and
+    more. The policy sampled those from `UNDRAFTED` on."""
     status: Int[AnyArray, " B"]
     version: Int[AnyArray, " B"]
     """Batches that the weights had learnt from which sampled the row."""

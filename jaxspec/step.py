@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec import mesh as meshes
 from jaxspec.drafts.kinds import check_fits
 from jaxspec.drafts.schedule import Schedule
-from jaxspec.kernels.order import after, computed, needed_on
+from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted
+from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner, Metrics
 from jaxspec.rl.logprobs import response_mask
@@ -71,7 +71,7 @@ class Step:
     """The draft's kind."""
     fresh_draft: Callable[[], PyTree]
     """Random weights of the draft, and its shapes likewise; None: it has nothing to learn."""
-    adapt: Callable[[Decoder], Decoder | Adapted]
+    adapt: Callable[[Decoder], Decoder | AdaptedDecoder]
     """What is trained of a policy: itself, or adapters beside it."""
     online: bool
     """Whether the draft learns during the run."""
@@ -158,8 +158,8 @@ class Step:
         draft = state.learner.draft.network if state.learner.draft else None
         policy, version = state.learner.policy.network, state.learner.version
         # also what no update changes goes between devices after the update
-        if needed_on(self.mesh):
-            tied = jax.tree.map(lambda leaf: after(leaf, [computed(version)]), policy)
+        if needs_ordering(self.mesh):
+            tied = jax.tree.map(lambda leaf: order_after(leaf, [signal_ready(version)]), policy)
             policy = jax.lax.with_sharding_constraint(tied, self.learner.layout(policy))
         return self.generator.sync(policy, draft, state.generator, version)
 

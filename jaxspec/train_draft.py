@@ -5,9 +5,9 @@ import sys
 
 # a stop while the rest is imported, which takes seconds, has nothing to save
 if __name__ == "__main__":
-    from jaxspec.system.begin import begin
+    from jaxspec.system.begin import prepare_process
 
-    begin()
+    prepare_process()
 
 import json
 from typing import Any
@@ -17,13 +17,13 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from jaxspec.config.algorithms import draft_remarks
-from jaxspec.config.unused import OF_DRAFT
-from jaxspec.data.problems import load_sets, remarks
-from jaxspec.host import draft_data
-from jaxspec.host.draft_training import ACCEPTANCE, cached_draft, tokens_kept
+from jaxspec.config.algorithms import collect_draft_warnings
+from jaxspec.config.unused import DRAFT_SETTINGS
+from jaxspec.data.problems import describe_problems, load_sets
 from jaxspec.host.job import Job, run
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.preparation import draft_data
+from jaxspec.preparation.draft import ACCEPTANCE, cached_draft, tokens_kept
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Screen
 
@@ -37,10 +37,10 @@ def closing_table(outcome: dict[str, Any], depths: int) -> Group:
     for title in ("depth", "expected acceptance", "tokens a round"):
         table.add_column(title, justify="right")
     acceptance = outcome["acceptance"][:depths]
-    for depth, (share, kept) in enumerate(
+    for depth, (probability, token_count) in enumerate(
         zip(acceptance, tokens_kept(acceptance), strict=True), start=1
     ):
-        table.add_row(f"{depth}", f"{share:.3f}", f"{kept:.2f}")
+        table.add_row(f"{depth}", f"{probability:.3f}", f"{token_count:.2f}")
     remark = (
         "measured after true tokens only, hence at one depth" if outcome["kind"] == "model" else ""
     )
@@ -59,18 +59,18 @@ def closing_table(outcome: dict[str, Any], depths: int) -> Group:
 def main(job: Job, interrupt: Interrupt) -> int:
     """Trains the draft, or finds it in the cache; says where it is and what it has reached."""
     draft, training = job.config.rollout.draft, job.config.draft_training
-    if job.config.offline.steps == 0 or not draft.learned:
-        either = (
+    if job.config.offline.steps == 0 or not draft.is_learned:
+        cause = (
             f"offline.steps is {job.config.offline.steps} and rollout.draft.kind is {draft.kind}"
         )
         raise ConfigError(
-            f"{either}, so there is nothing to train; set --offline.steps, and a kind with weights"
+            f"{cause}, so there is nothing to train; set --offline.steps, and a kind with weights"
             " (eagle3, mtp, model)"
         )
     # bad data is named before any work
-    with interrupt.nothing_unsaved("reading the data"):
-        sets = load_sets(job.config, job.tokenizer, answers=False)
-        for line in (*draft_remarks(job.config), *remarks(job.config, sets)):
+    with interrupt.exit_on_signal("reading the data"):
+        sets = load_sets(job.config, job.tokenizer, require_answers=False)
+        for line in (*collect_draft_warnings(job.config), *describe_problems(job.config, sets)):
             job.say(line)
         text = draft_data.training_text(job.config, job.tokenizer, job.say)
     weights = cached_draft(job, interrupt, text)
@@ -82,4 +82,4 @@ def main(job: Job, interrupt: Interrupt) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("train_draft", ABOUT, main, used=OF_DRAFT))
+    sys.exit(run("train_draft", ABOUT, main, used=DRAFT_SETTINGS))

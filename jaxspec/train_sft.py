@@ -5,16 +5,16 @@ import sys
 
 # a stop while the rest is imported, which takes seconds, has nothing to save
 if __name__ == "__main__":
-    from jaxspec.system.begin import begin
+    from jaxspec.system.begin import prepare_process
 
-    begin()
+    prepare_process()
 
 
-from jaxspec.config.unused import OF_POLICY
+from jaxspec.config.unused import POLICY_SETTINGS
 from jaxspec.host.job import Job, run
-from jaxspec.host.warm_start import cached_policy
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.processes.process_0 import process_0_first
+from jaxspec.preparation.policy import cached_policy
+from jaxspec.processes.process_0 import run_in_process_0_first
 from jaxspec.system.interrupt import Interrupt
 
 
@@ -22,7 +22,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
     """Trains the warm start, or finds it in the cache, and says where it is."""
     if job.config.sft.steps == 0:
         raise ConfigError("sft.steps is 0, so there is nothing to train; set --sft.steps")
-    job.say(f"policy: {process_0_first(lambda: cached_policy(job, interrupt))}")
+    job.say(f"policy: {run_in_process_0_first(lambda: cached_policy(job, interrupt))}")
     return 0
 
 
@@ -32,6 +32,6 @@ if __name__ == "__main__":
             "train_sft",
             "Trains the policy's supervised warm start and keeps it in the cache.",
             main,
-            used=OF_POLICY,
+            used=POLICY_SETTINGS,
         )
     )

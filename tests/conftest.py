@@ -57,14 +57,14 @@ from jaxspec.config.settings import (  # noqa: E402
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.hf.names import policy_rows  # noqa: E402
-from jaxspec.hf.policy_config import config_json  # noqa: E402
-from jaxspec.hf.pretrained import tensors_of  # noqa: E402
+from jaxspec.hf.names import policy_mappings  # noqa: E402
+from jaxspec.hf.policy_config import policy_config_json  # noqa: E402
+from jaxspec.hf.pretrained import stream_tensors  # noqa: E402
 from jaxspec.hf.tensor_files import write_tensors  # noqa: E402
 from jaxspec.inputs.spec import HeadSpec, ModelSpec  # noqa: E402
 from jaxspec.mesh import make_mesh  # noqa: E402
 from jaxspec.models.decoder import Decoder  # noqa: E402
-from jaxspec.models.eagle3 import Eagle3, llama_head  # noqa: E402
+from jaxspec.models.eagle3 import Eagle3, llama_head_spec  # noqa: E402
 from jaxspec.rl import optimizers  # noqa: E402
 from jaxspec.state import Prompts  # noqa: E402
 from tests.compile_cache import drop_torn_entries, keep_programs  # noqa: E402
@@ -268,7 +268,7 @@ def eagle3(
     """An EAGLE-3 head that is made for a policy, with some `sizes` of its own and flags of
     `HeadConfig`."""
     return Eagle3(
-        dataclasses.replace(llama_head(model, ffn), **(sizes or {})),
+        dataclasses.replace(llama_head_spec(model, ffn), **(sizes or {})),
         HeadSpec(**flags),
         model,
         key,
@@ -372,10 +372,11 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 def save_policy(folder: Path, model: ModelSpec, seed: int = 0) -> Path:
     """A folder with the checkpoint of `tiny_network(Decoder, model, seed)` in one file."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
+    (folder / "config.json").write_text(json.dumps(policy_config_json(model, "float32", {})))
     list(
         write_tensors(
-            folder, tensors_of(policy_rows(model), tiny_network(Decoder, model, seed), np.float32)
+            folder,
+            stream_tensors(policy_mappings(model), tiny_network(Decoder, model, seed), np.float32),
         )
     )
     return folder

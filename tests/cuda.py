@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 from jax.sharding import Mesh
 
-from jaxspec.compiled.compiler import compiled as compiled
-from jaxspec.compiled.hardware import HARDWARE, Card, devices_of, plugin
+from jaxspec.compiled.compiler import compile_for_mesh as compile_for_mesh
+from jaxspec.compiled.hardware import HARDWARE, Card, has_cuda_plugin, topology_devices
 from jaxspec.mesh import make_mesh
 
 H200, GB200, RTX_4090 = (HARDWARE[name] for name in ("h200", "gb200", "rtx4090"))
 needs_plugin = pytest.mark.skipif(
-    not plugin(), reason="needs the wheels of JAX's CUDA plugin, extra `check` (no GPU)"
+    not has_cuda_plugin(), reason="needs the wheels of JAX's CUDA plugin, extra `check` (no GPU)"
 )
 
 
 def mesh_of(card: Card, data: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
     """A mesh of GPUs that are not there."""
-    return make_mesh(data, tensor, expert, devices_of(card, data * tensor * expert))
+    return make_mesh(data, tensor, expert, topology_devices(card, data * tensor * expert))
 
 
 def temporaries(program: Any) -> int:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafts.mtp import mtp_rows
-from jaxspec.hf.draft_tensors import written
-from jaxspec.hf.eagle3_config import Form
+from jaxspec.hf.draft_tensors import export_tensors
+from jaxspec.hf.eagle3_config import HeadFormat
 from jaxspec.hf.eagle3_tensors import head_tensors
-from jaxspec.hf.pretrained import policy_checkpoint, policy_config
+from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.mesh import TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
@@ -159,7 +159,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
-    config = policy_config(ModelSpec(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
+    config = load_policy_config(ModelSpec(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
     wanted = jax.tree.map(
@@ -167,7 +167,7 @@ def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
         shapes,
         placed,
     )
-    return policy_checkpoint(config, wanted).load(lambda _: None)
+    return open_policy_checkpoint(config, wanted).load(lambda _: None)
 
 
 def tokens_of(rows: int = 2) -> np.ndarray:
@@ -180,9 +180,11 @@ def whole(policy: Decoder, tokens: jax.Array) -> jax.Array:
     return policy.logits(policy(tokens, positions).hidden)
 
 
-def draft_tensors(network: Eagle3 | Mtp, form: Form, target_layers: int = 0) -> dict[str, Any]:
+def draft_tensors(
+    network: Eagle3 | Mtp, form: HeadFormat, target_layers: int = 0
+) -> dict[str, Any]:
     """A draft's tensors by their published names; MTP layers have one form only, and are numbered
     on from `target_layers`."""
     if isinstance(network, Eagle3):
         return head_tensors(network, form)
-    return written(mtp_rows(network.config, network.embedding_first, target_layers), network)
+    return export_tensors(mtp_rows(network.config, network.embedding_first, target_layers), network)

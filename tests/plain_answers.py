@@ -38,7 +38,7 @@ def answers(
     ready = Ready(target=policy(), drafter=nothing, version=jnp.int32(0))
     given = []
     for number, text in enumerate(texts):
-        ids = character_tokenizer().chat(text)
+        ids = character_tokenizer().encode_prompt(text)
         prompts = Prompts(
             tokens=jnp.asarray([ids + [0] * (6 - len(ids))], jnp.int32),
             lengths=jnp.asarray([len(ids)], jnp.int32),

@@ -11,10 +11,10 @@ import pytest
 from jaxspec import check
 from jaxspec import mesh as meshes
 from jaxspec.compiled import findings, hardware
-from jaxspec.compiled.counts import Cost, Exchange
+from jaxspec.compiled.counts import Collective, Cost
 from jaxspec.compiled.hardware import HARDWARE
-from jaxspec.config.here import with_what_is_here
-from jaxspec.config.presets import QWEN3_8B, QWEN3_235B_A22B, as_published
+from jaxspec.config.here import resolve_from_local_files
+from jaxspec.config.presets import QWEN3_8B, QWEN3_235B_A22B, spec_without_checkpoint
 from jaxspec.host.job import at_once
 from jaxspec.inputs.checked import ConfigError
 from tests.bad_inputs.programs import assert_one_line, ended, trained
@@ -37,14 +37,14 @@ RUN = ["--config", "rl_think.py", *PLAIN, *SMALL]
 
 
 def told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    return ended(lambda: check.run(argv), capsys)
+    return ended(lambda: check.run_program(argv), capsys)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def without_plugin() -> Iterator[None]:
     """What is compiled here is for the CPU's devices that there are, wherever the tests run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hardware, "plugin", lambda: False)
+        patch.setattr(hardware, "has_cuda_plugin", lambda: False)
         patch.setenv("JAX_NUM_CPU_DEVICES", "8")
         yield
 
@@ -52,10 +52,12 @@ def without_plugin() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def small() -> dict[str, Any]:
     """What is said of a small model on 8 devices, as JSON."""
-    options, words = check.parsed([*RUN, *MESH, "--devices", "8", "--hardware", "h200", "--json"])
+    options, words = check.parse_options(
+        [*RUN, *MESH, "--devices", "8", "--hardware", "h200", "--json"]
+    )
     config, _ = load(*words)
-    with check.uncached():
-        return check.as_json("small", check.checked(config, options))
+    with check.disable_cache():
+        return check.as_json("small", check.check_run(config, options))
 
 
 class TestByHand:
@@ -157,14 +159,16 @@ def test_a_job_of_several_machines_leaves_no_device_idle(
 ) -> None:
     """One process may use fewer than there are; `train` by several refuses that, and so does
     this."""
-    card = hardware.card_of("gb200")
+    card = hardware.find_card("gb200")
     monkeypatch.setattr(
-        check, "target_of", lambda *_: check.Target("gb200", card, [*range(512)], virtual=False)
+        check,
+        "make_target",
+        lambda *_: check.StepTarget("gb200", card, [*range(512)], virtual=False),
     )
     argv = ["--config", "rl_think.py:qwen3_235b_a22b", *words.split(), "--devices", "512"]
-    options, settings = check.parsed(argv)
+    options, settings = check.parse_options(argv)
     with pytest.raises(ConfigError, match=said):
-        check.checked(load(*settings)[0], options)
+        check.check_run(load(*settings)[0], options)
 
 
 @pytest.mark.parametrize(
@@ -203,16 +207,18 @@ def test_it_refuses_the_words_that_train_refuses(
 
 def test_all_hardware_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed = told([*RUN, "--devices", "1", "--hardware", "tpu"], capsys)
-    assert all(name in printed for name in (*HARDWARE, hardware.HERE))
+    assert all(name in printed for name in (*HARDWARE, hardware.LOCAL_DEVICES))
 
 
 def test_the_usual_hardware() -> None:
-    assert [hardware.usual(count) for count in (1, 8, 9, 2048)] == ["h200"] * 2 + ["gb200"] * 2
+    assert [hardware.default_hardware(count) for count in (1, 8, 9, 2048)] == ["h200"] * 2 + [
+        "gb200"
+    ] * 2
 
 
 def test_what_is_not_here_stops_nothing_and_is_said() -> None:
     argv = "--config rl_think.py:qwen3_235b_a22b --model.path nowhere --data.path gone.jsonl"
-    whole, unseen = with_what_is_here(load(*argv.split())[0])
+    whole, unseen = resolve_from_local_files(load(*argv.split())[0])
     assert whole.model.family.experts == 128
     assert (whole.model.path, whole.data.path) == ("", "problems.jsonl")
     assert [each.split(",")[0] for each in unseen] == ["model.path nowhere", "data.path gone.jsonl"]
@@ -220,40 +226,44 @@ def test_what_is_not_here_stops_nothing_and_is_said() -> None:
 
 def test_what_is_not_here_can_be_stretched() -> None:
     argv = "--config rl_think.py:qwen3_8b --model.path nowhere --model.rope_factor 4"
-    whole, _ = with_what_is_here(load(*argv.split(), "--rollout.max_new_tokens", "129024")[0])
-    assert whole.row_length == 131_072 < whole.model.positions
+    whole, _ = resolve_from_local_files(
+        load(*argv.split(), "--rollout.max_new_tokens", "129024")[0]
+    )
+    assert whole.row_length == 131_072 < whole.model.max_positions
 
 
 def test_published_models_without_their_checkpoint() -> None:
     """What config.json says beside the sizes, which may be stretched."""
-    big = as_published(dataclasses.replace(QWEN3_235B_A22B, dtype="bfloat16", remat=False))
+    big = spec_without_checkpoint(
+        dataclasses.replace(QWEN3_235B_A22B, dtype="bfloat16", remat=False)
+    )
     assert (big.family.experts, big.family.experts_per_token) == (128, 8)
-    long = as_published(dataclasses.replace(QWEN3_8B, rope_factor=4.0))
-    assert (long.family.experts, long.positions) == (0, 163_840)
-    few = as_published(dataclasses.replace(QWEN3_235B_A22B, layers=2))
+    long = spec_without_checkpoint(dataclasses.replace(QWEN3_8B, rope_factor=4.0))
+    assert (long.family.experts, long.max_positions) == (0, 163_840)
+    few = spec_without_checkpoint(dataclasses.replace(QWEN3_235B_A22B, layers=2))
     assert (few.layers, few.family.experts) == (2, 128)
-    own = as_published(dataclasses.replace(QWEN3_8B, ffn=1024))
-    assert (own.positions, own.family.experts) == (0, 0)
+    own = spec_without_checkpoint(dataclasses.replace(QWEN3_8B, ffn=1024))
+    assert (own.max_positions, own.family.experts) == (0, 0)
     with pytest.raises(ConfigError, match="rope_factor"):
-        as_published(dataclasses.replace(QWEN3_8B, ffn=1024, rope_factor=2.0))
+        spec_without_checkpoint(dataclasses.replace(QWEN3_8B, ffn=1024, rope_factor=2.0))
 
 
 # ---- what should not be there
 
-EXPECTED = findings.Expected(
+EXPECTED = findings.StepExpectation(
     mesh={"data": 4, "tensor": 2},
-    by_rows=("data",),
-    vocab=1000,
-    rows=64,
+    row_axes=("data",),
+    vocab_size=1000,
+    row_count=64,
     row_length=36,
-    layer_cache=4096,
-    synced=0,
-    paged=True,
-    micro_batch=0.0,
-    experts=False,
-    draft_learns=False,
-    command_buffers=False,
-    blocks=1.0,
+    layer_cache_bytes=4096,
+    sync_bytes=0,
+    is_paged=True,
+    micro_batch_flops=0.0,
+    has_experts=False,
+    trains_draft=False,
+    uses_command_buffers=False,
+    key_blocks=1.0,
 )
 LOOP = """
 %body (carry: (f32[64])) -> (f32[64]) {{
@@ -277,8 +287,8 @@ OF_LEARNING = 'metadata={op_name="jit(step)/train/while"}'
 
 def warnings(inside: str = "", outside: str = "", **changes: Any) -> list[str]:
     text = LOOP.format(inside=f"  {inside}", outside=f"  {outside}")
-    expected = EXPECTED._replace(**{"paged": False, **changes})
-    return findings.read(text, expected, HARDWARE["h200"]).warnings
+    expected = EXPECTED._replace(**{"is_paged": False, **changes})
+    return findings.analyze_step(text, expected, HARDWARE["h200"]).warnings
 
 
 @pytest.mark.parametrize(
@@ -299,7 +309,7 @@ def warnings(inside: str = "", outside: str = "", **changes: Any) -> list[str]:
             "all-gather of the whole vocabulary: f32[35, 1000]",
         ),
         ("", f"%r = s32[64,35] add(%x.1, %x.1), {OF_LEARNING}", {}, "rows are replicated"),
-        ("", "", {"paged": True}, "no kernel reads pages"),
+        ("", "", {"is_paged": True}, "no kernel reads pages"),
         ("", "", {"mesh": {"data": 4, "tensor": 16}}, "tensor 16 leaves the NVLink domain"),
         ("", "", {"mesh": {"data": 4, "expert": 3, "tensor": 2}}, "expert x tensor 6 stays inside"),
     ],
@@ -324,8 +334,10 @@ def test_experts_that_are_multiplied_densely_are_told_by_their_products() -> Non
     )
     needed = 2 * 64**3 / 4
     for share, told_so in ((1.0, False), (1 / 8, True)):
-        expected = EXPECTED._replace(paged=False, experts=True, micro_batch=needed * share)
-        found = findings.read(text, expected, HARDWARE["h200"]).warnings
+        expected = EXPECTED._replace(
+            is_paged=False, has_experts=True, micro_batch_flops=needed * share
+        )
+        found = findings.analyze_step(text, expected, HARDWARE["h200"]).warnings
         assert any("8 times the products" in each for each in found) == told_so
 
 
@@ -334,16 +346,16 @@ def test_a_sync_that_moves_weights_twice_is_told() -> None:
         "%g = f32[4096] all-gather(%x.1), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0},"
         ' metadata={op_name="jit(step)/prepare/sync"}'
     )
-    assert warnings(outside=gather, synced=4096 * 4) == []
-    (found,) = warnings(outside=gather, synced=4096 * 2)
+    assert warnings(outside=gather, sync_bytes=4096 * 4) == []
+    (found,) = warnings(outside=gather, sync_bytes=4096 * 2)
     assert "2.00 times the bytes" in found
 
 
 def test_the_parts_of_a_step_have_rows() -> None:
     gather = 'metadata={op_name="jit(step)/prepare/sync"}'
     text = LOOP.format(inside="", outside=f"  %g = f32[8] all-gather(%x.1), {gather}")
-    rows = findings.read(text, EXPECTED, None).rows
-    assert rows["sync"].exchanges == {Exchange("all-gather", ("data", "tensor")): 1}
+    rows = findings.analyze_step(text, EXPECTED, None).cost_rows
+    assert rows["sync"].collectives == {Collective("all-gather", ("data", "tensor")): 1}
     assert rows["a micro-batch"] == Cost()
 
 

@@ -28,7 +28,7 @@ from jaxspec.config.settings import (
     MeshConfig,
     RolloutConfig,
 )
-from jaxspec.host.runner import abstract
+from jaxspec.host.programs import abstract
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.mesh import DATA
 from jaxspec.state import Finished, Prompts, TrainState
@@ -81,7 +81,7 @@ def attention(card: Card, length: int, size: int = 128, tensor: int = 1) -> Foun
         for heads in (HEADS, KV_HEADS)
     )
     first = jax.ShapeDtypeStruct((2, length), jnp.int32, sharding=NamedSharding(mesh, P(DATA)))
-    return _found(cuda.compiled(run, mesh, query, key, key, first, query))
+    return _found(cuda.compile_for_mesh(run, mesh, query, key, key, first, query))
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def learn(card: Card, tokens: int, draft: DraftConfig) -> Found:
     def run(state: TrainState, finished: Finished) -> Any:
         return step.learner.learn(state.learner, step.batch_of(finished))
 
-    return _found(cuda.compiled(run, mesh, state, finished))
+    return _found(cuda.compile_for_mesh(run, mesh, state, finished))
 
 
 def loops(card: cuda.Card, draft: DraftConfig, command_buffers: bool) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def loops(card: cuda.Card, draft: DraftConfig, command_buffers: bool) -> tuple[i
 
     with tempfile.TemporaryDirectory() as folder:
         options = step.generator.compiler_options | {"xla_dump_to": folder}
-        cuda.compiled(run, mesh, state, prompts, options=options)
+        cuda.compile_for_mesh(run, mesh, state, prompts, options=options)
         *_, last = sorted(Path(folder).glob("*.thunk_sequence*.txt"), key=os.path.getmtime)
         lines = last.read_text().splitlines()
     # a line stands deeper than what it is a part of

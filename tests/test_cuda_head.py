@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec.build import build_step, tokens_of
-from jaxspec.compiled.counts import Counted
+from jaxspec.compiled.counts import CostCounter
 from jaxspec.compiled.hardware import HARDWARE
 from jaxspec.compiled.text import Program
 from jaxspec.config.settings import (
@@ -18,7 +18,7 @@ from jaxspec.config.settings import (
     LoraConfig,
     RolloutConfig,
 )
-from jaxspec.host.runner import abstract
+from jaxspec.host.programs import abstract
 from jaxspec.kernels import chunks
 from jaxspec.state import Finished, TrainState
 from tests import cuda
@@ -69,25 +69,27 @@ def backward(rank: int, shards: int, chunk: int) -> Backward:
     def run(state: TrainState, finished: Finished) -> Any:
         return step.learner.learn(state.learner, step.batch_of(finished))
 
-    program = Program(cuda.compiled(run, mesh, state, finished, donate=(0,)).as_text())
-    counted = Counted(program, dict(mesh.shape))
+    program = Program(cuda.compile_for_mesh(run, mesh, state, finished, donate=(0,)).as_text())
+    counted = CostCounter(program, dict(mesh.shape))
     (loop,) = [
         each
-        for _, each in program.instructions()
-        if each.opcode == "while" and each.trips not in (None, LAYERS) and "transpose" in each.scope
+        for _, each in program.iterate_instructions()
+        if each.opcode == "while"
+        and each.trip_count not in (None, LAYERS)
+        and "transpose" in each.scope
     ]
-    body, _ = sorted(program.called(loop), key=lambda name: -len(program.computations[name]))
+    body, _ = sorted(program.find_callees(loop), key=lambda name: -len(program.computations[name]))
     wide = [
         each
         for each in program.computations[body]
         if each.opcode not in ("parameter", "get-tuple-element", "tuple", "bitcast")
         and any(sorted(shape.sizes) == [EMBED, VOCAB] for shape in each.results)
     ]
-    assert loop.trips
+    assert loop.trip_count
     return Backward(
         positions=tokens_of(config, mesh),
-        turns=loop.trips,
-        bytes=counted.of(body).bytes,
+        turns=loop.trip_count,
+        bytes=counted.count_computation(body).bytes,
         casts=any(each.results[0].dtype == "bf16" for each in wide),
         sums=sum(each.results[0].dtype == "f32" for each in wide),
     )

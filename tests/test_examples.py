@@ -12,10 +12,10 @@ from jaxspec import check, evaluate, export, sample, train, train_draft
 from jaxspec.bench import drafts, generate, load, roofline, step
 from jaxspec.bench.gpu import command as gpu
 from jaxspec.config.as_json import to_json
-from jaxspec.config.cli import EXAMPLES, load_config, override, read_config, take_option
+from jaxspec.config.cli import EXAMPLES, load_config, override_settings, read_config, take_option
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.config.unused import OF_DRAFT, OF_POLICY
-from jaxspec.evaluation.records import Records, compare
+from jaxspec.config.unused import DRAFT_SETTINGS, POLICY_SETTINGS
+from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.host import job as jobs
 from jaxspec.host.job import Job, make_job
 from jaxspec.host.loaded_run import find_run
@@ -35,7 +35,7 @@ SHOWN = [
     *(f"{program} {words}" for program, lines in EXAMPLES.items() for words in lines),
     *FOUND,
 ]
-USED = {"train": "", "train_sft": OF_POLICY, "train_draft": OF_DRAFT}
+USED = {"train": "", "train_sft": POLICY_SETTINGS, "train_draft": DRAFT_SETTINGS}
 
 
 def opens(config: ResolvedConfig) -> Job:
@@ -55,12 +55,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for scale in ("tiny", "qwen3_8b"):
         folder = tmp_path / "runs" / f"rl_think-{scale}"
         (folder / "checkpoints" / "2").mkdir(parents=True)
-        config = ResolvedConfig.of(read_config(CONFIGS / "rl_think.py", scale)[0])
+        config = ResolvedConfig.from_config(read_config(CONFIGS / "rl_think.py", scale)[0])
         (folder / "config.json").write_text(json.dumps(to_json(config)))
     for name in ("before", "after"):
         (tmp_path / "runs" / name).mkdir()
         line = {"set": "sums", "problem": 0, "prompt": "1+1=", "correct": [True]}
-        Records(tmp_path / "runs" / name, 0).write(0, [line])
+        RecordFile(tmp_path / "runs" / name, 0).append_records(0, [line])
 
 
 def test_there_are_examples_of_every_program() -> None:
@@ -75,34 +75,34 @@ def test_examples_are_taken(shown: str) -> None:
     program, *words = shlex.split(line)
     if "--help" in words:
         with pytest.raises(SystemExit, match="0"):
-            load_config(words, program, "", used=USED[program])
+            load_config(words, program, "", used_settings=USED[program])
     elif program in USED:
-        config, _ = load_config(words, program, "", used=USED[program])
-        opens(ResolvedConfig.of(config))
+        config, _ = load_config(words, program, "", used_settings=USED[program])
+        opens(ResolvedConfig.from_config(config))
     elif program == "evaluate":
-        options, words = evaluate.parsed(words)
+        options, words = evaluate.parse_options(words)
         if options.compare:
-            assert compare(*options.compare)
+            assert compare_evaluations(*options.compare)
             return
         run = find_run(options.checkpoint) if options.checkpoint else None
-        config = evaluate.evaluated(words, run)
-        whole = evaluate.with_weights(config, run) if run else ResolvedConfig.of(config)
-        evaluate.require_draft(whole, run)
+        config = evaluate.evaluation_config(words, run)
+        whole = evaluate.use_run_sizes(config, run) if run else ResolvedConfig.from_config(config)
+        evaluate.require_draft_weights(whole, run)
         opens(whole)
     elif program == "sample":
         path, words = take_option(words, "", "checkpoint", "RUN")
         run = find_run(path)
-        options = override(sample.options_of(run.config), words, "", "")
+        options = override_settings(sample.options_from_config(run.config), words, "", "")
         opens(sample.sampling_config(run.config, options, words))
     elif program == "export":
         path, words = take_option(words, "", "checkpoint", "RUN")
         assert find_run(path).number == 2
-        assert override(export.Options(), words, "", "").out
+        assert override_settings(export.ExportOptions(), words, "", "").out
     elif program == "check":
-        options, words = check.parsed(words)
+        options, words = check.parse_options(words)
         config, _ = load_config(words, "check", "")
-        opens(ResolvedConfig.of(config))
+        opens(ResolvedConfig.from_config(config))
         assert options.devices
     else:
         assert words.pop(0) == "gpu"
-        gpu.parsed(words)
+        gpu.parse_options(words)

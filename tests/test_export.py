@@ -15,22 +15,22 @@ from safetensors.numpy import load_file
 
 from jaxspec import export as program
 from jaxspec.config.as_json import to_json
-from jaxspec.config.from_checkpoint import read_draft, resolved
+from jaxspec.config.from_checkpoint import read_draft, resolve_config
 from jaxspec.config.settings import DataConfig, DraftConfig, LoraConfig, ResolvedConfig
 from jaxspec.drafts import schedule
 from jaxspec.drafts.kinds import build_network
-from jaxspec.export import Options, export, main
+from jaxspec.export import ExportOptions, export_run, main
 from jaxspec.hf.peft import merge_adapters
-from jaxspec.hf.pretrained import policy_checkpoint, policy_config
-from jaxspec.hf.tensor_files import WEIGHTS
+from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint
+from jaxspec.hf.tensor_files import WEIGHTS_FILE
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import find_run
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
-from jaxspec.models.layers import cast
-from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.layers import cast_floats
+from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
 from jaxspec.storage.checkpoint import Checkpoints, SaveError
 from jaxspec.system.interrupt import Interrupt
@@ -128,8 +128,8 @@ def placed_on(data: int, tensor: int, shapes: Any) -> Any:
 
 
 def read_policy(folder: Path) -> Decoder:
-    config = policy_config(ModelSpec(path=str(folder), remat=False))
-    return policy_checkpoint(
+    config = load_policy_config(ModelSpec(path=str(folder), remat=False))
+    return open_policy_checkpoint(
         config, placed_on(2, 1, jax.eval_shape(lambda: Decoder(config, jax.random.key(0))))
     ).load(lambda _: None)
 
@@ -148,9 +148,9 @@ def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> Non
     files."""
     config = config_of(kind)
     policy, draft = networks(config)
-    out = export(
+    out = export_run(
         find_run(str(save_run(tmp_path / "run", config, policy, draft))),
-        Options(out=str(tmp_path / "out"), draft=form),
+        ExportOptions(out=str(tmp_path / "out"), draft=form),
     )
     native = kind == "mimo"
     assert (out / "draft").is_dir() != native
@@ -163,7 +163,7 @@ def test_policy_and_draft_come_back(tmp_path: Path, kind: str, form: Any) -> Non
         model=ModelSpec(path=str(out), remat=False),
         rollout=replace(BASE.rollout, draft=chosen),
     )
-    again = resolved(wanted, print)
+    again = resolve_config(wanted, print)
     assert replace(again.model, path="") == config.model
     shapes = placed_on(
         1, 2, jax.eval_shape(lambda: build_network(again.draft_spec, jax.random.key(0)))
@@ -182,9 +182,9 @@ def test_weights_can_be_narrowed_and_the_draft_left_out(tmp_path: Path) -> None:
     config = config_of("eagle3")
     policy, draft = networks(config)
     run = find_run(str(save_run(tmp_path / "run", config, policy, draft)))
-    out = export(run, Options(out=str(tmp_path / "out"), dtype="bfloat16", draft="none"))
+    out = export_run(run, ExportOptions(out=str(tmp_path / "out"), dtype="bfloat16", draft="none"))
     assert not (out / "draft").exists()
-    assert {str(array.dtype) for array in load_file(out / WEIGHTS).values()} == {"bfloat16"}
+    assert {str(array.dtype) for array in load_file(out / WEIGHTS_FILE).values()} == {"bfloat16"}
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert_same(
         read_policy(out),
@@ -198,9 +198,9 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     and both end alike."""
     config = config_of("eagle3")
     policy, draft = networks(config)
-    own = export(
+    own = export_run(
         find_run(str(save_run(tmp_path / "one", config, policy, draft))),
-        Options(out=str(tmp_path / "own"), draft="none"),
+        ExportOptions(out=str(tmp_path / "own"), draft="none"),
     )
     source = tmp_path / "tokenizer"
     character_tokenizer().save(str(source))
@@ -208,9 +208,9 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
         json.dumps({"eos_token_id": [1, 2], "top_k": 20})
     )
     told = replace(config, data=DataConfig(tokenizer=str(source), max_prompt_length=6))
-    kept = export(
+    kept = export_run(
         find_run(str(save_run(tmp_path / "two", told, policy, draft))),
-        Options(out=str(tmp_path / "kept"), draft="none"),
+        ExportOptions(out=str(tmp_path / "kept"), draft="none"),
     )
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (kept / name).read_bytes() == (source / name).read_bytes()
@@ -227,9 +227,10 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"not at .*tokenizer\.json; name its folder with --tokenizer"
     ):
-        export(run, Options(out=str(tmp_path / "none")))
-    export(
-        run, Options(out=str(tmp_path / "none"), tokenizer=str(tmp_path / "moved"), draft="none")
+        export_run(run, ExportOptions(out=str(tmp_path / "none")))
+    export_run(
+        run,
+        ExportOptions(out=str(tmp_path / "none"), tokenizer=str(tmp_path / "moved"), draft="none"),
     )
 
 
@@ -239,11 +240,11 @@ def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
     lora = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
     config = replace(config_of("eagle3"), lora=lora)
     base, draft = networks(config)
-    adapted = Adapted(base, lora, jax.random.key(1))
+    adapted = AdaptedDecoder(base, lora, jax.random.key(1))
     adapted.adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapted.adapters)
-    out = export(
+    out = export_run(
         find_run(str(save_run(tmp_path / "run", config, adapted, draft))),
-        Options(out=str(tmp_path / "out"), draft="none"),
+        ExportOptions(out=str(tmp_path / "out"), draft="none"),
     )
     assert sorted(file.name for file in (out / "adapter").iterdir()) == [
         "adapter_config.json",
@@ -259,7 +260,9 @@ def test_adapters_leave_by_themselves_and_merged(tmp_path: Path) -> None:
     )
     assert content["base_model_name_or_path"] == str(out / "base")
     whole = read_policy(out)
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(merged(adapted)), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(whole), jax.tree.leaves(merge_lora(adapted)), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
     again = merge_adapters(base, load_file(out / "adapter" / "adapter_model.safetensors"), content)
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
@@ -276,16 +279,16 @@ def test_young_adapters_of_a_narrow_model_are_merged_in_float32(
     lora = LoraConfig(rank=2, targets=("q_proj", "down_proj"))
     config = replace(config, lora=lora, model=replace(config.model, dtype="bfloat16"))
     base, draft = networks(config)
-    adapted = Adapted(base, lora, jax.random.key(1))
+    adapted = AdaptedDecoder(base, lora, jax.random.key(1))
     adapted.adapters = jax.tree.map(lambda leaf: leaf + 1e-5, adapted.adapters)
     run = find_run(str(save_run(tmp_path / "run", config, adapted, draft)))
-    out = export(run, Options(out=str(tmp_path / "wide"), draft="none"))
+    out = export_run(run, ExportOptions(out=str(tmp_path / "wide"), draft="none"))
     assert "keep" not in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
-    assert_same(read_policy(out), cast(merged(adapted), jnp.dtype(jnp.float32)))
-    kept = load_file(out / "base" / WEIGHTS).values()
+    assert_same(read_policy(out), cast_floats(merge_lora(adapted), jnp.dtype(jnp.float32)))
+    kept = load_file(out / "base" / WEIGHTS_FILE).values()
     assert {str(array.dtype) for array in kept} == {"bfloat16"}
-    export(run, Options(out=str(tmp_path / "narrow"), dtype="bfloat16", draft="none"))
+    export_run(run, ExportOptions(out=str(tmp_path / "narrow"), dtype="bfloat16", draft="none"))
     said = re.search(r"rounded to bfloat16 keep (\d+)% of the", capsys.readouterr().out)
     assert said is not None
     assert int(said[1]) < 50
@@ -298,9 +301,9 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     config = config_of("eagle3")
     policy, draft = networks(config)
-    out = export(
+    out = export_run(
         find_run(str(save_run(tmp_path / "run", config, policy, draft))),
-        Options(out=str(tmp_path / "out")),
+        ExportOptions(out=str(tmp_path / "out")),
     )
     tokens = np.random.default_rng(0).integers(0, 24, (2, 9)).astype(np.int32)
     positions = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9))
@@ -326,9 +329,9 @@ def test_what_cannot_be_written_leaves_nothing(
     run = save_run(tmp_path / "run", config, *networks(config))
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match=r"--out .*there exists already"):
-        export(find_run(str(run)), Options(out=str(tmp_path / "there")))
+        export_run(find_run(str(run)), ExportOptions(out=str(tmp_path / "there")))
     with pytest.raises(ConfigError, match="no --out"):
-        export(find_run(str(run)), Options())
+        export_run(find_run(str(run)), ExportOptions())
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -337,7 +340,7 @@ def test_what_cannot_be_written_leaves_nothing(
     with pytest.raises(
         SaveError, match=r"out cannot be written: No space left on device; free some space"
     ):
-        export(find_run(str(run)), Options(out=str(tmp_path / "out")))
+        export_run(find_run(str(run)), ExportOptions(out=str(tmp_path / "out")))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "there"]
 
 

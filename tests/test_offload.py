@@ -12,8 +12,8 @@ import pytest
 
 from jaxspec import build
 from jaxspec.build import build_step
-from jaxspec.host import memory
-from jaxspec.host.runner import abstract
+from jaxspec.host import fit as memory
+from jaxspec.host.programs import abstract
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import rows_sharding
 from jaxspec.rl import optimizers
@@ -78,7 +78,7 @@ def trained(made: Program, folder: Path) -> list[Any]:
             shapes = abstract(given, PROMPTS)[0]
             with contextlib.closing(Checkpoints(folder)) as checkpoints:
                 checkpoints.save(1, state, {})
-                checkpoints.wait()
+                checkpoints.wait_until_saved()
                 state = checkpoints.restore(1, shapes)[0]
             assert kinds(state) == {HOST if given.offloaded else "device"}
     return seen

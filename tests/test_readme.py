@@ -15,7 +15,7 @@ from jaxspec import bench, evaluate, export, sample
 from jaxspec.bench import drafts, generate, load, roofline, step
 from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.config import cli
-from jaxspec.config.cli import load_config, override, take_option
+from jaxspec.config.cli import load_config, override_settings, take_option
 from jaxspec.config.settings import Config
 from jaxspec.inputs.checked import ConfigError
 
@@ -110,7 +110,7 @@ class Reader:
             if name == "train":
                 self.made.add(config.workdir)
         elif name == "evaluate":
-            options, rest = evaluate.parsed(words)
+            options, rest = evaluate.parse_options(words)
             given = [options.checkpoint, *(options.compare or ())]
             self.needs(*(path.partition(":")[0] for path in given))
             if not options.compare:
@@ -121,10 +121,13 @@ class Reader:
         elif name in ("sample", "export"):
             path, rest = take_option(words, module, "checkpoint", "RUN")
             self.needs(path)
-            options = override(
-                sample.Options() if name == "sample" else export.Options(), rest, module, ""
+            options = override_settings(
+                sample.SampleOptions() if name == "sample" else export.ExportOptions(),
+                rest,
+                module,
+                "",
             )
-            if isinstance(options, export.Options):
+            if isinstance(options, export.ExportOptions):
                 self.made |= {options.out, f"{options.out}/draft"}
         else:
             assert name == "bench", module
@@ -133,9 +136,9 @@ class Reader:
     def measure(self, name: str, words: list[str]) -> None:
         if name == "drafts":
             _, rest = take_option(words, name, "rows", "N", "512")
-            load_config(rest, "bench drafts", "", drafts.VARIED)
+            load_config(rest, "bench drafts", "", drafts.SWEPT_SETTINGS)
         else:
-            self.needs(getattr(override(BENCHES[name], words, name, ""), "model", ""))
+            self.needs(getattr(override_settings(BENCHES[name], words, name, ""), "model", ""))
 
     def needs(self, *paths: str) -> None:
         """What only a reader has is named in capitals."""
@@ -216,7 +219,7 @@ INLINE = re.findall(rf"`{PYTHON}\.([^`]+)`", DOCUMENTS)
 HEADERS = [
     match for file in sorted((ROOT / "configs").glob("*.py")) for match in shown(file.read_text())
 ]
-EXAMPLES = shown(f"{cli._guide('python -m jaxspec.train')}\n{export.ABOUT}\n{sample.ABOUT}")
+EXAMPLES = shown(f"{cli._usage_guide('python -m jaxspec.train')}\n{export.ABOUT}\n{sample.ABOUT}")
 
 
 def test_there_are_other_commands() -> None:
@@ -275,7 +278,11 @@ def test_every_option_that_the_documents_name_exists() -> None:
         "segment",
     }
     known = {*settings(Config), *others}
-    for options in (sample.Options, export.Options, *(type(each) for each in BENCHES.values())):
+    for options in (
+        sample.SampleOptions,
+        export.ExportOptions,
+        *(type(each) for each in BENCHES.values()),
+    ):
         known |= set(settings(options))
     named = set(re.findall(r"(?<![\w-])--(?!xla_)([a-z][\w.]*\w)", DOCUMENTS))
     unknown = {

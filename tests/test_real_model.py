@@ -162,7 +162,7 @@ def test_the_tokenizer_splits_numbers_into_digits_and_knows_special_tokens(tmp_p
     assert tokenizer.encode("ab 12<|im_end|>").tokens == ["ab", "Ġ", "1", "2", "<|im_end|>"]
     ours = load_tokenizer(str(tmp_path / "model"))
     assert ours.stop_ids[0] == 2
-    assert ours.chat("12") == [1, *tokenizer.encode("12").ids]
+    assert ours.encode_prompt("12") == [1, *tokenizer.encode("12").ids]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.build import build_step
-from jaxspec.compiled.counts import Counted, Turn
+from jaxspec.compiled.counts import CostCounter, DynamicLoop
 from jaxspec.compiled.text import Instruction, Program
-from jaxspec.config.presets import QWEN3_8B, as_published
+from jaxspec.config.presets import QWEN3_8B, spec_without_checkpoint
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -23,7 +23,7 @@ from jaxspec.config.settings import (
     MeshConfig,
     RolloutConfig,
 )
-from jaxspec.host.runner import abstract, placed
+from jaxspec.host.programs import abstract, placed
 from jaxspec.inputs.spec import LoraConfig
 from tests import cuda
 from tests.conftest import tiny_config
@@ -38,7 +38,7 @@ verified by the plain form."""
 
 class Rounds(NamedTuple):
     program: Program
-    round: Turn
+    round: DynamicLoop
     smallest: int
     """Bytes of a device's part of the smallest product's weight but keys' and values'."""
     cache: int
@@ -47,7 +47,7 @@ class Rounds(NamedTuple):
 
 @functools.cache
 def rounds(lora: int, tensor: int) -> Rounds:
-    model = as_published(replace(QWEN3_8B, layers=LAYERS, dtype="bfloat16", remat=True))
+    model = spec_without_checkpoint(replace(QWEN3_8B, layers=LAYERS, dtype="bfloat16", remat=True))
     config = tiny_config(
         model,
         lora=LoraConfig(rank=lora),
@@ -64,14 +64,14 @@ def rounds(lora: int, tensor: int) -> Rounds:
     step = build_step(config, mesh, (1,), model.vocab)
     state, _, prompts = abstract(step, 16)
     generator = step.generator
-    synced = cuda.compiled(step.sync, mesh, state)
+    synced = cuda.compile_for_mesh(step.sync, mesh, state)
     with jax.numpy_dtype_promotion("standard"):
         shapes = jax.eval_shape(step.sync, state)
     ready = jax.tree.map(placed, shapes, synced.output_shardings)
-    made = cuda.compiled(generator.generate, mesh, ready, prompts)
+    made = cuda.compile_for_mesh(generator.generate, mesh, ready, prompts)
     program = Program(made.as_text())
-    parts = Counted(program, dict(mesh.shape)).parts({"generate": 1.0}, {"generate"})
-    found = parts.largest("generate", "rounds")
+    parts = CostCounter(program, dict(mesh.shape)).split_by_phase({"generate": 1.0}, {"generate"})
+    found = parts.largest_loop("generate", "rounds")
     assert found is not None
     size = jnp.dtype(model.dtype).itemsize
     return Rounds(
@@ -89,9 +89,9 @@ def copies(found: Rounds) -> Iterator[Instruction]:
         for each in computations[name]:
             roots = [
                 inner.opcode
-                for called in (found.program.called(each) if each.opcode == "fusion" else [])
+                for called in (found.program.find_callees(each) if each.opcode == "fusion" else [])
                 for inner in computations[called]
-                if inner.root
+                if inner.is_root
             ]
             if {each.opcode, *roots} & {"copy", "transpose", "copy-start"}:
                 yield each
@@ -112,7 +112,7 @@ def test_no_weight_and_no_cache_is_copied(lora: int, tensor: int) -> None:
         for each in copies(found)
         for shape in each.results
         # logits are not meant
-        if shape.bytes >= large and shape.sizes[-1] not in vocab
+        if shape.byte_count >= large and shape.sizes[-1] not in vocab
     ]
     assert copied == []
     assert found.cache >= found.smallest

@@ -18,8 +18,8 @@ from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.config.as_json import to_json
-from jaxspec.config.check import check
-from jaxspec.config.cli import override
+from jaxspec.config.check import check_config
+from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import (
     DraftConfig,
     DynamicSamplingConfig,
@@ -33,7 +33,7 @@ from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import Piece
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
-from jaxspec.sample import Writer, main, options_of, sampling_config
+from jaxspec.sample import RowWriter, main, options_from_config, sampling_config
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.conftest import small_mesh, tiny_network
@@ -110,7 +110,10 @@ def test_the_text_is_that_of_plain_decoding_with_every_accepted_token_in_bracket
 def test_a_lookup_in_place_of_the_runs_draft_marks_what_it_found(
     capsys: pytest.CaptureFixture[str], run: Path
 ) -> None:
-    (row,), ids = answers(PROMPTS[1], temperature=0.5)[0], character_tokenizer().chat(PROMPTS[1])
+    (row,), ids = (
+        answers(PROMPTS[1], temperature=0.5)[0],
+        character_tokenizer().encode_prompt(PROMPTS[1]),
+    )
 
     def latest(done: list[int]) -> list[int]:
         text = ids + done
@@ -214,7 +217,7 @@ class TestWriter:
         ids = tokenizer.encode("aé漢🙂b")
         assert len(ids) == 1 + 2 + 3 + 4 + 1
         file = io.StringIO()
-        writer, seen = Writer(Console(file=file), tokenizer), []
+        writer, seen = RowWriter(Console(file=file), tokenizer), []
         for token in ids:
             writer.write(Piece([token], 0))
             seen.append(file.getvalue())
@@ -225,7 +228,9 @@ class TestWriter:
 
     def test_a_terminal_shows_drafts_in_colour(self) -> None:
         file, tokenizer = io.StringIO(), character_tokenizer()
-        writer = Writer(Console(file=file, force_terminal=True, color_system="standard"), tokenizer)
+        writer = RowWriter(
+            Console(file=file, force_terminal=True, color_system="standard"), tokenizer
+        )
         writer.write(Piece(tokenizer.encode("12+"), 2))
         writer.write(Piece(tokenizer.encode("3"), 0))
         writer.close()
@@ -235,7 +240,9 @@ class TestWriter:
 class TestRefusals:
     @staticmethod
     def settings(config: ResolvedConfig, *words: str) -> ResolvedConfig:
-        return sampling_config(config, override(options_of(config), words, "sample", ""), words)
+        return sampling_config(
+            config, override_settings(options_from_config(config), words, "sample", ""), words
+        )
 
     @pytest.mark.parametrize(
         ("given", "words"),
@@ -285,7 +292,7 @@ class TestRefusals:
             rollout=dataclasses.replace(CONFIG.rollout, draft=DraftConfig()),
             offline=OfflineConfig(),
         )
-        check(self.settings(config, "--max_new_tokens", "5"), devices=1)
+        check_config(self.settings(config, "--max_new_tokens", "5"), devices=1)
 
     @pytest.mark.parametrize("kind", ["none", "ngram", "history"])
     def test_settings_of_the_runs_own_kind_give_way(self, kind: str) -> None:
@@ -297,8 +304,8 @@ class TestRefusals:
         )
         for words in ([], ["--draft.vocab", "0"]):
             sampled = self.settings(config, "--draft.kind", kind, *words)
-            assert (sampled.rollout.draft.own_vocab, sampled.rollout.lookup.beside) == (0, "none")
-            check(sampled, devices=1)
+            assert (sampled.rollout.draft.draft_vocab, sampled.rollout.lookup.beside) == (0, "none")
+            check_config(sampled, devices=1)
         with pytest.raises(ConfigError, match=r"no use for --rollout\.draft\.vocab"):
             self.settings(config, "--draft.kind", kind, "--draft.vocab", "20")
         assert self.settings(config).rollout.draft.vocab == 20

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from jaxspec.config.cli import override
+from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import ResolvedConfig, RolloutConfig
-from jaxspec.sample import SAMPLING, options_of, sampling_config
+from jaxspec.sample import ROLLOUT_OPTIONS, options_from_config, sampling_config
 from tests.plain_answers import CONFIG
 
 CHANGES = {
@@ -21,7 +21,7 @@ CHANGES = {
 
 
 def sampled(config: ResolvedConfig, *words: str) -> RolloutConfig:
-    options = override(options_of(config), words, "sample", "")
+    options = override_settings(options_from_config(config), words, "sample", "")
     return sampling_config(config, options, words).rollout
 
 
@@ -31,9 +31,11 @@ def test_every_sampling_setting_can_be_named() -> None:
         words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     made = sampled(CONFIG, *words)
     assert {name: getattr(made, name) for name in CHANGES} == CHANGES
-    assert not override(options_of(CONFIG), ["--no_enable_thinking"], "", "").enable_thinking
+    assert not override_settings(
+        options_from_config(CONFIG), ["--no_enable_thinking"], "", ""
+    ).enable_thinking
     others = {"engine", "slice_rounds"}
-    assert {item.name for item in dataclasses.fields(RolloutConfig)} - others == {*SAMPLING}
+    assert {item.name for item in dataclasses.fields(RolloutConfig)} - others == {*ROLLOUT_OPTIONS}
 
 
 def test_settings_that_are_not_named_are_the_runs() -> None:

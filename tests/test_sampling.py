@@ -100,13 +100,13 @@ def test_processors_follow_their_order(name: str, factor: float) -> None:
         ]
     )
     given = jnp.asarray(logits, jnp.float32), processing, jnp.asarray(produced)
-    traced = jax.jit(sampling.processed_logprobs, static_argnums=1)
+    traced = jax.jit(sampling.compute_logprobs, static_argnums=1)
     for found in (
-        sampling.processed_logprobs(*given, factor),
-        sampling.processed_logprobs(*given, jnp.float32(factor)),
+        sampling.compute_logprobs(*given, factor),
+        sampling.compute_logprobs(*given, jnp.float32(factor)),
         traced(*given, jnp.float32(factor)),
         traced(*given, jnp.array([factor, factor], jnp.float32)),
-        jax.nn.log_softmax(sampling.processed_logits(*given, factor), axis=-1),
+        jax.nn.log_softmax(sampling.process_logits(*given, factor), axis=-1),
     ):
         np.testing.assert_allclose(np.exp(found), wanted, atol=2e-6)
         np.testing.assert_array_equal(np.asarray(found) == -np.inf, wanted == 0)
@@ -118,7 +118,7 @@ def test_each_order_that_is_not_the_documented_one_gives_another_law() -> None:
     none = jnp.int32(0)
 
     def kept(**settings: Any) -> list[int]:
-        logprobs = sampling.processed_logprobs(logits, Processing(**settings), none)
+        logprobs = sampling.compute_logprobs(logits, Processing(**settings), none)
         return np.flatnonzero(np.asarray(logprobs) > -np.inf).tolist()
 
     assert kept(top_p=0.65) == [0, 1]
@@ -132,7 +132,7 @@ def test_each_order_that_is_not_the_documented_one_gives_another_law() -> None:
     # after top-p, which min-p would leave .44, .33, .22 to reach its sum with
     assert kept(min_p=0.5, top_p=0.75) == [0, 1, 2]
     assert kept(min_p=0.7, top_p=0.6) == [0, 1]
-    banned = sampling.processed_logprobs(logits, Processing(banned=(0,), top_k=2), none)
+    banned = sampling.compute_logprobs(logits, Processing(banned=(0,), top_k=2), none)
     # what is banned does not use up a place
     np.testing.assert_allclose(np.exp(banned), [0, 0.6, 0.4, 0], atol=1e-6)
 
@@ -141,9 +141,9 @@ def test_factors_along_an_axis_are_each_their_own() -> None:
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)), jnp.float32)
     produced = jnp.zeros((5, 3), jnp.int32)
     factors = jnp.array([0.5, 0.0, 1.0])
-    found = sampling.processed_logprobs(logits, Processing(temperature=0.8), produced, factors)
+    found = sampling.compute_logprobs(logits, Processing(temperature=0.8), produced, factors)
     for depth, factor in enumerate(factors):
-        alone = sampling.processed_logprobs(
+        alone = sampling.compute_logprobs(
             logits[:, depth], Processing(temperature=0.8), produced[:, depth], factor
         )
         np.testing.assert_array_equal(found[:, depth], alone)
@@ -158,20 +158,20 @@ def test_the_plain_case_costs_nothing() -> None:
         *(Processing(top_k=count, vocab_size=count) for count in (5, 9)),
     ]
     for processing in plain:
-        assert sampling.processed_logits(logits, processing, produced) is logits
+        assert sampling.process_logits(logits, processing, produced) is logits
         assert not jax.make_jaxpr(
-            lambda x, given=processing: sampling.processed_logits(x, given, produced)
+            lambda x, given=processing: sampling.process_logits(x, given, produced)
         )(logits).eqns
-    assert sampling.processed_logits(logits, Processing(temperature=0.5), produced, 2.0) is logits
+    assert sampling.process_logits(logits, Processing(temperature=0.5), produced, 2.0) is logits
     tempered = str(
-        jax.make_jaxpr(
-            lambda x: sampling.processed_logits(x, Processing(temperature=0.5), produced)
-        )(logits)
+        jax.make_jaxpr(lambda x: sampling.process_logits(x, Processing(temperature=0.5), produced))(
+            logits
+        )
     )
     assert tempered.count(" div ") == 1
     assert not any(name in tempered for name in ("sort", "top_k", "argmax", "select"))
     known = jax.make_jaxpr(
-        lambda x: sampling.processed_logits(x, Processing(vocab_size=3), produced)
+        lambda x: sampling.process_logits(x, Processing(vocab_size=3), produced)
     )(logits)
     assert not known.consts, "a vocabulary of 151,936 ids is counted, not stored"
 
@@ -184,7 +184,7 @@ def test_a_traced_factor_that_is_never_zero_needs_no_argmax() -> None:
     def program(temperature: float, may_be_zero: bool) -> Any:
         processing = Processing(temperature=temperature)
         return jax.jit(
-            lambda factor: sampling.processed_logits(
+            lambda factor: sampling.process_logits(
                 logits, processing, produced, factor, may_be_zero=may_be_zero
             )
         )
@@ -200,7 +200,7 @@ def test_the_most_likely_token_is_always_kept_and_ties_stay_together() -> None:
     produced = jnp.zeros((2,), jnp.int32)
 
     def kept(**settings: Any) -> list[list[int]]:
-        processed = sampling.processed_logits(logits, Processing(**settings), produced)
+        processed = sampling.process_logits(logits, Processing(**settings), produced)
         return (np.asarray(processed) > -np.inf).astype(int).tolist()
 
     assert kept(top_p=1e-9) == kept(top_p=0.0) == kept(top_k=1) == [[1, 1, 0, 0], [1, 0, 0, 0]]
@@ -212,7 +212,7 @@ def test_top_p_stops_at_the_token_that_reaches_the_sum() -> None:
     logits, none = jnp.log(jnp.array([0.125, 0.5, 0.25, 0.125])), jnp.int32(0)
     for top_p, count in [(0.499, 1), (0.501, 2), (0.749, 2), (0.751, 4), (0.9999, 4)]:
         assert (
-            sampling.processed_logits(logits, Processing(top_p=top_p), none) > -jnp.inf
+            sampling.process_logits(logits, Processing(top_p=top_p), none) > -jnp.inf
         ).sum() == count
 
 
@@ -230,8 +230,11 @@ def test_what_is_known_to_have_been_sampled_is_kept(settings: dict) -> None:
     random = np.random.default_rng(1)
     logits, keep = random.normal(size=(60, 6)), random.integers(0, 6, 60).astype(np.int32)
     produced = jnp.zeros((60,), jnp.int32)
-    found = sampling.processed_logprobs(
-        jnp.asarray(logits, jnp.float32), Processing(**settings), produced, keep=jnp.asarray(keep)
+    found = sampling.compute_logprobs(
+        jnp.asarray(logits, jnp.float32),
+        Processing(**settings),
+        produced,
+        sampled_ids=jnp.asarray(keep),
     )
     wanted = np.array(
         [
@@ -254,7 +257,7 @@ def test_nan_logits_are_not_hidden(name: str) -> None:
         .set(jnp.nan)
     )
     found = np.asarray(
-        sampling.processed_logprobs(logits, PROCESSINGS[name], jnp.zeros((2,), jnp.int32))
+        sampling.compute_logprobs(logits, PROCESSINGS[name], jnp.zeros((2,), jnp.int32))
     )
     assert np.isnan(found[0]).any()
     assert not np.isnan(found[1]).any()
@@ -267,7 +270,7 @@ def test_gradients_pass_the_processors() -> None:
     processing = PROCESSINGS["all"]
     left = oracle(np.asarray(logits), processing, 0)
     chosen = int(left.argmax())
-    gradient = jax.grad(lambda x: sampling.processed_logprobs(x, processing, jnp.int32(0))[chosen])(
+    gradient = jax.grad(lambda x: sampling.compute_logprobs(x, processing, jnp.int32(0))[chosen])(
         logits
     )
     np.testing.assert_allclose(
@@ -313,7 +316,7 @@ def test_processors_agree_with_hugging_face(name: str) -> None:
         scores = transformers.LogitsProcessorList(chain)(
             torch.zeros((200, prompt + produced), dtype=torch.long), torch.tensor(logits)
         )
-        found = sampling.processed_logprobs(
+        found = sampling.compute_logprobs(
             jnp.asarray(logits), processing, jnp.full((200,), produced, jnp.int32)
         )
         np.testing.assert_allclose(np.exp(found), torch.softmax(scores, -1).numpy(), atol=2e-6)

@@ -13,17 +13,17 @@ from jaxspec import sampling
 from jaxspec.sampling import BRANCHES, Uniforms
 from tests.conftest import FOR_LONG_RUNS, chi_square
 
-STREAMS = (sampling.TARGET, sampling.ROUND)
+STREAMS = (sampling.TARGET_STREAM, sampling.ROUND_STREAM)
 
 # One program each, where calling it would compile one for every operation.
 row_keys = jax.jit(sampling.row_keys, static_argnums=2)
 position_keys = jax.jit(sampling.position_keys, static_argnums=2)
-uniforms = jax.jit(sampling.uniforms, static_argnums=(2, 3))
-gumbel = jax.jit(sampling.gumbel, static_argnums=(1, 2), compiler_options=FOR_LONG_RUNS)
+uniforms = jax.jit(sampling.uniform_numbers, static_argnums=(2, 3))
+gumbel = jax.jit(sampling.gumbel_noise, static_argnums=(1, 2), compiler_options=FOR_LONG_RUNS)
 categorical = jax.jit(sampling.categorical)
 
 
-def keys_of(rows: list[int], seed: int = 0, stream: int = sampling.TARGET) -> jax.Array:
+def keys_of(rows: list[int], seed: int = 0, stream: int = sampling.TARGET_STREAM) -> jax.Array:
     return row_keys(jax.random.key(seed), jnp.array(rows, jnp.int32), stream)
 
 
@@ -33,7 +33,7 @@ def at(positions: list[int]) -> jax.Array:
 
 def uniforms_of_rounds(rows: int, length: int, count: int) -> np.ndarray:
     """The numbers that so many rows draw with in rounds that start at this committed length."""
-    keys = keys_of(list(range(rows)), stream=sampling.ROUND)
+    keys = keys_of(list(range(rows)), stream=sampling.ROUND_STREAM)
     return np.asarray(
         uniforms(keys, jnp.full((rows, 1), length, jnp.int32), count, jnp.dtype("float32"))[:, 0]
     )
@@ -145,13 +145,15 @@ def test_intervals_are_closed_below_and_open_above() -> None:
         (0.5, 0, 2 * BRANCHES + 1), (below, below, 2 * BRANCHES + 1),
     ]:  # fmt: skip
         noise = pair(np.array([stretch], np.float32), np.array([token], np.float32))
-        assert sampling.drawn(jnp.asarray(weights)[None], noise).tolist() == [wanted], (
+        assert sampling.draw_by_weight(jnp.asarray(weights)[None], noise).tolist() == [wanted], (
             stretch,
             token,
         )
     for token, wanted in [(0, 3), (0.5 * below, 3), (0.5, 5), (below, 5)]:
         noise = pair(np.array([0.9], np.float32), np.array([token], np.float32))
-        assert sampling.drawn(jnp.asarray(weights)[None, :9], noise).tolist() == [wanted], token
+        assert sampling.draw_by_weight(jnp.asarray(weights)[None, :9], noise).tolist() == [
+            wanted
+        ], token
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -238,7 +240,7 @@ def test_no_bits_give_0_or_1_nor_draw_what_is_rarer_than_a_bin(
                 "threefry",
                 lambda *_, bits=bits: (jnp.full((1, 1, 4), bits, jnp.uint32),) * 2,
             )
-            numbers = sampling.uniforms(keys_of([0]), at([0])[:, None], 4, jnp.dtype(dtype))
+            numbers = sampling.uniform_numbers(keys_of([0]), at([0])[:, None], 4, jnp.dtype(dtype))
             assert np.asarray(numbers, np.float64).tolist() == [[[wanted] * 4]]
             for law in (
                 [1e-35, 0.5, 0.5, 1e-35],
@@ -286,9 +288,9 @@ def test_gumbel_noise_draws_rare_tokens_as_often_as_their_probability() -> None:
     @functools.partial(jax.jit, compiler_options=FOR_LONG_RUNS)
     def drawn(first: jax.Array) -> jax.Array:
         numbers = first + jnp.arange(rows, dtype=jnp.int32)
-        keys = sampling.row_keys(jax.random.key(3), numbers, sampling.TARGET)
+        keys = sampling.row_keys(jax.random.key(3), numbers, sampling.TARGET_STREAM)
         here = sampling.position_keys(keys, jnp.zeros((rows,), jnp.int32), 1)
-        noise = sampling.gumbel(here, vocab, jnp.dtype("float32"))[:, 0]
+        noise = sampling.gumbel_noise(here, vocab, jnp.dtype("float32"))[:, 0]
         tokens = sampling.categorical(jnp.broadcast_to(logprobs, (rows, vocab)), noise)
         return jnp.sum(tokens < rare)
 
@@ -315,16 +317,16 @@ def test_rows_keep_their_noise_wherever_they_stand() -> None:
     for count in (1, 4):
         for stream, make in (
             (
-                sampling.TARGET,
+                sampling.TARGET_STREAM,
                 lambda k, p, n=count: gumbel(position_keys(k, p, n), 6, dtype),
             ),
             (
-                sampling.TARGET,
+                sampling.TARGET_STREAM,
                 lambda k, p, n=count: uniforms(
                     k, p[:, None] + jnp.arange(n, dtype=jnp.int32), 2, dtype
                 ),
             ),
-            (sampling.ROUND, lambda k, p, n=count: uniforms(k, p[:, None], n, dtype)),
+            (sampling.ROUND_STREAM, lambda k, p, n=count: uniforms(k, p[:, None], n, dtype)),
         ):
             straight = make(keys_of(rows, stream=stream), at(positions))
             mixed = make(
@@ -352,7 +354,7 @@ def test_no_two_draws_share_a_key() -> None:
     with jax.enable_x64(True):
         for seed in (0, 1):
             for length in range(6):
-                keys = keys_of(rows, seed, sampling.ROUND)
+                keys = keys_of(rows, seed, sampling.ROUND_STREAM)
                 seen.append(
                     uniforms(keys, at([length] * 4)[:, None], 3 * 5, jnp.dtype("float64")).reshape(
                         -1

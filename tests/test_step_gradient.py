@@ -11,11 +11,12 @@ import optax
 import pytest
 
 from jaxspec.build import build_step
-from jaxspec.host.runner import abstract, put, staged_step
+from jaxspec.host.programs import abstract, put
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.draft_objective import draft_loss
 from jaxspec.rl.logprobs import label_logprobs, response_mask
 from jaxspec.rl.train_batch import whole_rows
+from jaxspec.run.schedules import staged_step
 from jaxspec.state import Finished, Rollout, TrainState
 from jaxspec.step import Step
 from tests.conftest import small_mesh
@@ -137,6 +138,6 @@ def test_phase_by_phase_it_does_too() -> None:
 
     def learn(state: TrainState, finished: Finished) -> Any:
         called = runner(state, finished, prompts, lambda _: True)
-        return called.state, called.learnt
+        return called.state, called.learned
 
     assert_learns_from_the_others(step, learn)

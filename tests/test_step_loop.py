@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxspec import build
-from jaxspec.compiled.collectives import groups
+from jaxspec.compiled.collectives import parse_device_groups
 from jaxspec.config.settings import KlConfig, LoraConfig
-from jaxspec.host.runner import whole_step
 from jaxspec.kernels import key_chunks
+from jaxspec.run.schedules import whole_step
 from tests.conftest import small_mesh
 from tests.whole_step import (
     LENGTH,
@@ -121,7 +121,7 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
     assert collectives, "tensor shards must talk"
     for line in collectives:
         assert "collective-permute" not in line, line
-        assert set(groups(line, data * tensor)) <= peers, line
+        assert set(parse_device_groups(line, data * tensor)) <= peers, line
     # Weights are whole over `data` before the loop starts, though the train layout shards them.
     outside = [
         line
@@ -129,8 +129,8 @@ def test_the_generation_loop_talks_over_tensor_only_and_never_copies_the_cache(v
         for line in lines
         if " all-gather(" in line and line not in loop
     ]
-    assert any(not set(groups(line, data * tensor)) <= peers for line in outside)
-    slots = -(-(WIDTH + NEW + LENGTH) // key_chunks.EVEN) * key_chunks.EVEN
+    assert any(not set(parse_device_groups(line, data * tensor)) <= peers for line in outside)
+    slots = -(-(WIDTH + NEW + LENGTH) // key_chunks.ROW_MULTIPLE) * key_chunks.ROW_MULTIPLE
     assert_stays(loop, ROWS // data, MODEL.kv_heads // tensor, slots, slots)
 
 
@@ -141,13 +141,16 @@ def test_where_experts_are_split_the_loop_talks_within_a_data_shard_only() -> No
     collectives = [line for line in hlo.reached_from(is_loop) if TALKS.search(line)]
     assert any("all-to-all" in line for line in collectives), "tokens go to their experts"
     for line in collectives:
-        shards = [{device // (expert * tensor) for device in group} for group in groups(line, 8)]
+        shards = [
+            {device // (expert * tensor) for device in group}
+            for group in parse_device_groups(line, 8)
+        ]
         assert all(len(shard) == 1 for shard in shards), line
 
 
 def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "CHUNK", 4)
-    monkeypatch.setattr(key_chunks, "CHUNKED", 0)
+    monkeypatch.setattr(build, "CHUNK_POSITIONS", 4)
+    monkeypatch.setattr(key_chunks, "MIN_CHUNKED_BYTES", 0)
     assert_stays(
         compiled(8, 1).reached_from(is_loop),
         ROWS // 8,

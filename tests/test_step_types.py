@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig
-from jaxspec.host.runner import abstract
+from jaxspec.host.programs import abstract
 from jaxspec.inputs.spec import FamilySpec
 from tests.conftest import small_mesh, tiny_config, tiny_model
 

@@ -126,9 +126,9 @@ class TestProgram:
         with Interrupt() as interrupt:
             assert main(job, interrupt) == 0
         told = capsys.readouterr().out
-        problems, _ = load_problems(data, job.tokenizer, answers=False)
-        left_out = problems.left_out
-        assert len(prompts) == 545 == len(problems) + left_out.problems
+        problems, _ = load_problems(data, job.tokenizer, require_answers=False)
+        left_out = problems.skipped_lines
+        assert len(prompts) == 545 == len(problems) + left_out.problem_count
         assert left_out.unanswered == 0
         assert len(problems) > 300
         count = len(problems)

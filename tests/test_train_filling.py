@@ -13,13 +13,14 @@ import pytest
 from jaxspec.config.settings import BatchConfig, DataConfig, DynamicSamplingConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.evaluation.evaluator import Evaluator
-from jaxspec.evaluation.in_run import Evaluations
-from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
-from jaxspec.host.run_state import RunState, resume
-from jaxspec.host.runner import Runner, StepResult
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
+from jaxspec.run.dynamic_batch import BatchFiller
+from jaxspec.run.evaluations import Evaluations
+from jaxspec.run.loop import Host, Loop
+from jaxspec.run.schedules import Runner, StepResult
+from jaxspec.run.state import RunState, restore_run
 from jaxspec.state import EOS, Finished, Prompts, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import metrics
@@ -27,8 +28,8 @@ from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress
 from jaxspec.system.trace import Profiler
-from jaxspec.train import Loop
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
+from tests.host.batches import batches_of
 
 PROMPTS, GROUP, STEPS = 8, 2, 2
 ROWS = PROMPTS * GROUP
@@ -120,16 +121,6 @@ def state_of(job: Job) -> TrainState:
     return jax.device_put(state, job.step.state_shardings())
 
 
-def position_of(job: Job, batches: Batches) -> RunState:
-    return RunState(
-        state=state_of(job),
-        finished=batches.nothing_finished(),
-        batch=0,
-        rollouts=0,
-        pool=batches.pool(),
-    )
-
-
 def unasked(*_: Any) -> Any:
     raise AssertionError("nothing is evaluated here")
 
@@ -137,14 +128,21 @@ def unasked(*_: Any) -> Any:
 def run(step: Step, folder: Path) -> bool:
     """From the newest checkpoint in a folder, or from the start; whether it came to its end."""
     job, checkpoints = step.job, Checkpoints(folder / "checkpoints")
-    batches = Batches(job, load_sets(job.config, job.tokenizer)._replace(measured={}))
+    sets = load_sets(job.config, job.tokenizer)._replace(evaluation={})
+    source, scorer = batches_of(job, sets)
+    filler = BatchFiller(job, scorer)
     writer, progress = MetricsWriter(folder, 0), Progress("rl", STEPS)
     profiler = Profiler(range(0), folder / "trace", (), print)
-    evaluations = Evaluations(job, Evaluator(batches, job.config, GROUP, unasked), folder)
-    parts = Interrupt(), batches, evaluations, checkpoints, writer, progress, Runner(step, {})
-    loop = Loop(job, *parts, profiler)
-    run = resume(job, checkpoints, batches) or position_of(job, batches)
-    writer.cut_back(run.over)
+    evaluator = Evaluator(source, scorer, job.config, GROUP, unasked)
+    evaluations = Evaluations(job, evaluator, folder)
+    host = Host(source, scorer, filler, evaluations, checkpoints, Runner(step, {}))
+    loop = Loop(job, Interrupt(), host, writer, progress, profiler)
+    run = restore_run(job, checkpoints, source.history)
+    if run is None:
+        run = RunState(state_of(job), source.history, filling=filler.empty_batch())
+    for batch in run.queue:
+        batch.rollout = scorer.plan(batch.rollout)
+    writer.truncate_from(run.learned)
     try:
         return loop.go(run)
     finally:
@@ -176,7 +174,7 @@ def test_a_batch_is_filled_with_groups_whose_rewards_differ(tmp_path: Path, surp
     left = [(3, 3), (3, 4), (3, 6)] if surplus == "carry" else []
     later = [(4, 1), (4, 7)] + [(5, group) for group in FULL]
     assert second == (left + later)[:PROMPTS]
-    lines = metrics.read(tmp_path)
+    lines = metrics.read_metrics(tmp_path)
     kept = [3, 0] if surplus == "carry" else [0, 3]
     assert counts_of(lines[0]) == [4, 8, *kept]
     assert counts_of(lines[1]) == [2, 8, *([5, 0] if surplus == "carry" else [0, 2])]
@@ -196,7 +194,7 @@ def test_a_stop_while_a_batch_is_filled_loses_no_group(tmp_path: Path, stop_at: 
     assert run(whole, tmp_path / "whole")
     assert [run(part, tmp_path / "parts") for part in parts] == [False, False, True]
     assert [batch for part in parts for batch in part.learnt] == whole.learnt
-    ours, wanted = (metrics.read(tmp_path / name) for name in ("parts", "whole"))
+    ours, wanted = (metrics.read_metrics(tmp_path / name) for name in ("parts", "whole"))
     assert [counts_of(line) for line in ours] == [counts_of(line) for line in wanted]
     assert [line["reward/mean"] for line in ours] == [line["reward/mean"] for line in wanted]
 
@@ -207,7 +205,7 @@ def test_a_batch_that_stays_short_is_learnt_from_and_told(
     step = Step(job_of(max_batches=2), [[3], [1, 2], FULL])
     assert run(step, tmp_path)
     assert groups_of(step.learnt[0]) == [(0, 3), (1, 1), (1, 2)]
-    assert counts_of(metrics.read(tmp_path)[0]) == [2, 3, 0, 0]
+    assert counts_of(metrics.read_metrics(tmp_path)[0]) == [2, 3, 0, 0]
     told = " ".join(capsys.readouterr().out.split())
     assert "warning: batch 0: 2 rollouts have only 3 groups whose rewards differ, of the 8" in told
     assert "warning: batch 1" not in told
@@ -228,4 +226,4 @@ def test_without_dynamic_sampling_every_rollout_is_a_batch(tmp_path: Path) -> No
     step = Step(job_of(max_batches=0), DIFFERING)
     assert run(step, tmp_path)
     assert [len(batch) for batch in step.learnt] == [ROWS, ROWS]
-    assert metrics.read(tmp_path)[0]["reward/frac_zero_std"] == pytest.approx(6 / 8)
+    assert metrics.read_metrics(tmp_path)[0]["reward/frac_zero_std"] == pytest.approx(6 / 8)

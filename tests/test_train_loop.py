@@ -11,25 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import train
 from jaxspec.config.settings import EvalConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.evaluation.evaluator import Evaluator
-from jaxspec.evaluation.in_run import Evaluations
-from jaxspec.host.batches import Batches
+from jaxspec.host.comparison import Comparison
 from jaxspec.host.job import Job, make_job, reported
-from jaxspec.host.run_state import Pending, RunState
-from jaxspec.host.runner import Comparison, Runner
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
+from jaxspec.run import closing
+from jaxspec.run.closing import close_run
+from jaxspec.run.evaluations import Evaluations
+from jaxspec.run.loop import Host, Loop
+from jaxspec.run.schedules import Runner
+from jaxspec.run.start import empty_history
+from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress
 from jaxspec.system.trace import Profiler
-from jaxspec.train import Loop, close
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, with_weights
+from tests.host.batches import batches_of
 
 NAN = float("nan")
 MODEL = tiny_model(vocab=24, dtype="float32")
@@ -85,34 +88,29 @@ def never(*_: Any) -> Any:
 
 
 def loop_of(job: Job, folder: Path, asked: bool = False) -> Loop:
-    writer = MetricsWriter(folder, 0)
     progress = Progress("rl", job.config.steps)
-    runner = Runner(never, {})
     profiler = Profiler(range(0), folder / "trace", (), print)
-    batches = Batches(job, load_sets(job.config, job.tokenizer))
-    evaluator = Evaluator(batches, job.config, job.config.batch.group_size, never)
-    return Loop(
-        job,
-        Asked(asked),
-        batches,
+    source, scorer = batches_of(job, load_sets(job.config, job.tokenizer))
+    evaluator = Evaluator(source, scorer, job.config, job.config.batch.group_size, never)
+    evaluations, checkpoints = (
         Evaluations(job, evaluator, folder),
         Checkpoints(folder / "checkpoints"),
-        writer,
-        progress,
-        runner,
-        profiler,
     )
+    host = Host(source, scorer, None, evaluations, checkpoints, Runner(never, {}))
+    return Loop(job, Asked(asked), host, MetricsWriter(folder, 0), progress, profiler)
 
 
 def position_of(job: Job, state: TrainState, batch: int) -> RunState:
-    line = {"step": batch - 1, "reward/mean": NAN, "eval/held_out/avg@8": 0.5}
-    return RunState(
-        state=state,
-        finished=job.step.nothing_finished(16),
-        batch=batch,
-        rollouts=batch,
-        pending=Pending(line, []),
-    )
+    """A run in which so many batches are generated, and the last one waits for its update."""
+    record = BatchRecord(batch - 1, {"reward/mean": NAN, "eval/held_out/avg@8": 0.5}, [])
+    queue = [QueuedBatch(job.step.nothing_finished(16), record)]
+    history = empty_history(job.config)
+    return RunState(state, history, queue, generated=batch, learned=batch - 1)
+
+
+def record_of(line: dict[str, Any]) -> BatchRecord:
+    metrics = {name: value for name, value in line.items() if name != "step"}
+    return BatchRecord(line["step"], metrics, [])
 
 
 @pytest.mark.parametrize(
@@ -138,21 +136,21 @@ def test_what_is_nothing_to_go_on_from_is_not_saved(
     is saved again."""
     loop = loop_of(job, tmp_path, asked=True)
     assert not loop.go(position_of(job, state, 1))
-    assert (loop.checkpoints.latest(), loop.unsaved) == (2, "")
+    assert (loop.host.checkpoints.latest_step(), loop.unsaved) == (1, "")
     assert not loop.go(position_of(job, spoiled(job, state, name, how), 2))
     told = capsys.readouterr().out
     assert words in told
     assert words in loop.unsaved
-    assert "checkpoint 4 is not saved" in told
-    assert "checkpoint 2 stays the newest" in told
-    loop.checkpoints.wait()
+    assert "checkpoint 3 is not saved" in told
+    assert "checkpoint 1 stays the newest" in told
+    loop.host.checkpoints.wait_until_saved()
     assert [
         entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdigit()
-    ] == ["2"]
+    ] == ["1"]
     if how == "skipped":
         loop.save(position_of(job, state, 3))
-        assert (loop.checkpoints.latest(), loop.unsaved) == (6, "")
-    loop.checkpoints.close()
+        assert (loop.host.checkpoints.latest_step(), loop.unsaved) == (5, "")
+    loop.host.checkpoints.close()
 
 
 def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(
@@ -160,13 +158,13 @@ def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(
 ) -> None:
     loop = loop_of(job, tmp_path)
     loop.save(position_of(job, state, 1))
-    saved = state, position_of(job, state, 1).finished.replace(plan=None)
+    saved = state, (job.step.nothing_finished(16).replace(plan=None),)
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved
     )
-    host = loop.checkpoints.restore(2, like).host
-    assert np.isnan(host["pending"]["line"]["reward/mean"])
-    loop.checkpoints.close()
+    host = loop.host.checkpoints.restore(1, like).host_state
+    assert np.isnan(host["queue"][0]["metrics"]["reward/mean"])
+    loop.host.checkpoints.close()
 
 
 def a_line(step: int, **changes: float) -> dict[str, Any]:
@@ -187,9 +185,9 @@ def test_failed_rows_are_told_as_they_come(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = loop_of(job, tmp_path)
-    loop.report(a_line(0), [])
-    loop.report(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0}), [])
-    loop.report(all_failed(2, **{"skipped/policy": 2.0, "skipped_in_row/policy": 2.0}), [])
+    loop.report(record_of(a_line(0)))
+    loop.report(record_of(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0})))
+    loop.report(record_of(all_failed(2, **{"skipped/policy": 2.0, "skipped_in_row/policy": 2.0})))
     first, second, third = capsys.readouterr().out.splitlines()
     assert "failed" not in first
     assert "reward 0.5" in second
@@ -203,7 +201,9 @@ def test_failed_rows_are_told_as_they_come(
             r" reward\."
         ),
     ):
-        loop.report(all_failed(3, **{"skipped/policy": 3.0, "skipped_in_row/policy": 3.0}), [])
+        loop.report(
+            record_of(all_failed(3, **{"skipped/policy": 3.0, "skipped_in_row/policy": 3.0}))
+        )
 
 
 def test_a_draft_that_is_suddenly_accepted_less_is_told_with_what_to_look_at(
@@ -211,7 +211,7 @@ def test_a_draft_that_is_suddenly_accepted_less_is_told_with_what_to_look_at(
 ) -> None:
     loop = loop_of(job, tmp_path)
     for step, length in enumerate((3.0, 2.2, 1.5, 1.4)):
-        loop.report(a_line(step, **{"rollout/acceptance_length": length}), [])
+        loop.report(record_of(a_line(step, **{"rollout/acceptance_length": length})))
     told = [
         line for line in capsys.readouterr().out.splitlines() if "acceptance_length fell" in line
     ]
@@ -231,13 +231,13 @@ def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
         (tmp_path / folder).mkdir()
         loop = loop_of(made, tmp_path / folder)
         for step, (factor, recompute) in enumerate(((1.01, 0), (1.2, 0), (1.2, 1))):
-            loop.report(a_line(step, **{name: factor, "learner/recompute": recompute}), [])
+            loop.report(record_of(a_line(step, **{name: factor, "learner/recompute": recompute})))
         printed = capsys.readouterr().out.splitlines()
         return [line for line in printed if "by a factor of" in line]
 
     assert told(job, "once") == []
     loop = loop_of(twice, tmp_path)
-    loop.report(a_line(0, **{name: NAN, "learner/recompute": 0}), [])
+    loop.report(record_of(a_line(0, **{name: NAN, "learner/recompute": 0})))
     assert "by a factor of" not in capsys.readouterr().out
     (line,) = told(twice, "twice")
     assert "batch 1" in line
@@ -250,11 +250,11 @@ def test_rewards_that_stay_equal_are_told_also_across_a_resume(
     equal = {"reward/mean": 0.0, "reward/std": 0.0, "reward/frac_zero_std": 1.0}
     loop = loop_of(job, tmp_path)
     for step in range(7):
-        loop.report(a_line(step, **equal), [])
+        loop.report(record_of(a_line(step, **equal)))
     assert "all rewards are 0" not in capsys.readouterr().out
     resumed = loop_of(job, tmp_path)
     for step in range(7, 11):
-        resumed.report(a_line(step, **equal), [])
+        resumed.report(record_of(a_line(step, **equal)))
     told = [line for line in capsys.readouterr().out.splitlines() if "all rewards are 0" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: batches 0 to 9: all rewards are 0")
@@ -265,12 +265,17 @@ def test_the_closing_table_says_that_the_run_could_not_learn(
 ) -> None:
     tiny = dataclasses.replace(job.config.optimizer, learning_rate=1e-12)
     config = dataclasses.replace(job.config, optimizer=tiny, compare_plain=False)
-    batches = Batches(job, load_sets(job.config, job.tokenizer))
+    batches = batches_of(job, load_sets(job.config, job.tokenizer))
     equal = {"reward/mean": 0.0, "reward/std": 0.0}
     with MetricsWriter(tmp_path, 0) as writer:
         for step in range(4):
-            writer.write(a_line(step, **equal))
-    close(dataclasses.replace(job, config=config), batches, position_of(job, state, 4), tmp_path)
+            writer.write_record(a_line(step, **equal))
+    close_run(
+        dataclasses.replace(job, config=config),
+        batches.source,
+        position_of(job, state, 4),
+        tmp_path,
+    )
     table = " ".join(capsys.readouterr().out.split())
     assert "cannot learn batches 0 to 3: the learning rate is at most" in table
     assert "cannot learn batches 0 to 3: all rewards are 0" in table
@@ -310,15 +315,15 @@ def test_a_run_without_a_result_ends_as_one(
 ) -> None:
     """The table comes first, then why, in one line; and so it is when the same command is run
     again."""
-    monkeypatch.setattr(train, "compare", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(closing, "compare", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0))
     with MetricsWriter(tmp_path, 0) as writer:
         for line in (a_line(0, **{"eval/held_out/avg@8": 0.25}), a_line(1), a_line(2), last):
-            writer.write(line)
+            writer.write_record(line)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
-    batches = Batches(job, load_sets(job.config, job.tokenizer))
+    batches = batches_of(job, load_sets(job.config, job.tokenizer))
     for _ in range(2):
         status = reported(
-            lambda: close(job, batches, position_of(job, state, 4), tmp_path, unsaved)
+            lambda: close_run(job, batches.source, position_of(job, state, 4), tmp_path, unsaved)
         )
         told = capsys.readouterr()
         assert "4 batches" in told.out

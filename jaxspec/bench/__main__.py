@@ -4,9 +4,9 @@ import sys
 
 # a stop while the rest is imported, which takes seconds, has nothing to save
 if __name__ == "__main__":
-    from jaxspec.system.begin import begin
+    from jaxspec.system.begin import prepare_process
 
-    begin()
+    prepare_process()
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jaxspec.bench import drafts, generate, load, roofline, step
 from jaxspec.bench.gpu import command as gpu
 from jaxspec.host.job import at_once
-from jaxspec.system.version import DISTRIBUTION, version
+from jaxspec.system.version import DISTRIBUTION, package_version
 
 BENCHES = {
     "generate": (
@@ -25,28 +25,33 @@ BENCHES = {
     "gpu": (gpu.main, "", "speculation on a GPU, in ten minutes, with random weights"),
     "step": (step.main, "--model DIR", "a GRPO step of one checkpoint: generate, score, learn"),
     "drafts": (drafts.main, "--config NAME.py[:SCALE]", "every kind of draft on one policy"),
-    "load": (load.load, "--model DIR", "reading a checkpoint"),
+    "load": (load.main, "--model DIR", "reading a checkpoint"),
     "roofline": (roofline.main, "", "what this machine can do: bandwidth and products a second"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    listed = "\n".join(
-        f"  {name:9}{arguments:25}{about}" for name, (_, arguments, about) in BENCHES.items()
+    bench_list = "\n".join(
+        f"  {name:9}{arguments:25}{description}"
+        for name, (_, arguments, description) in BENCHES.items()
     )
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec.bench",
         usage=f"%(prog)s {{{','.join(BENCHES)}}} ...",
-        description=f"benchmarks:\n{listed}\nEach has a --help of its own.",
+        description=f"benchmarks:\n{bench_list}\nEach has a --help of its own.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"{DISTRIBUTION} {package_version()}"
+    )
     parser.add_argument(
         "bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above"
     )
-    work = BENCHES[parser.parse_args(["--version"] if "--version" in argv else argv[:1]).bench][0]
-    return at_once("measuring", lambda _: work(argv[1:]))
+    run_bench = BENCHES[
+        parser.parse_args(["--version"] if "--version" in argv else argv[:1]).bench
+    ][0]
+    return at_once("measuring", lambda _: run_bench(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -16,34 +16,34 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.loaded import synthetic
-from jaxspec.bench.measure import versions
-from jaxspec.bench.variants import VARIANTS, VARIED, Variant, config_of
+from jaxspec.bench.loaded import synthetic_rule
+from jaxspec.bench.measure import package_versions
+from jaxspec.bench.variants import SWEPT_SETTINGS, VARIANTS, DraftVariant, apply_variant
 from jaxspec.bench.workload import SYNTHETIC_LENGTH
 from jaxspec.build import build_step
-from jaxspec.config.check import check
+from jaxspec.config.check import check_config
 from jaxspec.config.cli import take_option
-from jaxspec.config.unused import OF_DRAFT
+from jaxspec.config.unused import DRAFT_SETTINGS
 from jaxspec.data.problems import load_sets
 from jaxspec.drafts import draft_temperature
-from jaxspec.host.batches import Batches
-from jaxspec.host.draft_data import training_text
-from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job, run
+from jaxspec.host.programs import TimedGeneration, abstract, put
+from jaxspec.host.prompts import PromptSource
 from jaxspec.host.round_cost import with_chooser
-from jaxspec.host.runner import TimedGeneration, abstract, put
-from jaxspec.host.warm_start import load_draft, load_policy, say_agreement
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import length_chooser
-from jaxspec.rollout.acceptance import acceptance_metrics
+from jaxspec.preparation.draft import cached_draft
+from jaxspec.preparation.draft_data import training_text
+from jaxspec.preparation.policy import load_draft, load_policy, say_agreement
+from jaxspec.rollout.feedback import length_chooser
+from jaxspec.rollout.feedback.acceptance import acceptance_metrics
 from jaxspec.rollout.round import by_matching
 from jaxspec.state import Prompts, Ready, Rollout, Statistics
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.progress import Progress, short
+from jaxspec.system.progress import Progress, format_number
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training
 prompts, at its draft_length and temperature, and some with the lengths that each round chooses.
@@ -55,121 +55,121 @@ over those of plain decoding in the same run, both medians of calls in turn.
 --synthetic_acceptance A keeps A tokens of a round of 3 drafts on average, and other lengths with
 the same chance of each draft, for kinds that draw drafts: to see what a good draft of that kind
 would be worth. The last line of the output is one JSON object."""
-TUNING = 4
+TUNING_CALLS = 4
 """Calls, on other prompts, from which the draft temperatures are tuned before anything is
 measured."""
-REPEATS = 5
+TIMED_CALLS = 5
 """Timed calls of each row of the table, in turn."""
-USED = f"{OF_DRAFT} batch.group_size rollout.draft.temperature rollout.lookup."
-"""Settings that this program looks at, beside `VARIED`, which it goes through."""
+USED_SETTINGS = f"{DRAFT_SETTINGS} batch.group_size rollout.draft.temperature rollout.lookup."
+"""Settings that this program looks at, beside `SWEPT_SETTINGS`, which it goes through."""
 
 
 @dataclass(kw_only=True)
-class Bench:
+class VariantBench:
     """A variant ready to run, and what it has shown so far."""
 
-    variant: Variant
+    variant: DraftVariant
     job: Job
-    ready: Ready
-    call: TimedGeneration
-    measured: Float[Array, "K F"]
+    weights: Ready
+    generation: TimedGeneration
+    overlap: Float[Array, "K F"]
     """Of the draft temperatures; see `drafts/draft_temperature.py`."""
     rollouts: list[Rollout] = field(default_factory=list)
     """Rollouts that are measured, on the host."""
     round_seconds: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    token_rates: list[float] = field(default_factory=list)
     """Tokens a second."""
 
     @property
-    def tuned(self) -> Ready:
+    def current_weights(self) -> Ready:
         """Policy and draft, at the temperatures that are best by now."""
-        drafter = self.ready.drafter
+        drafter = self.weights.drafter
         choice = put(
-            draft_temperature.choose(self.measured, self.job.step.generator.settings.grid),
+            draft_temperature.choose(self.overlap, self.job.step.generator.settings.grid),
             drafter.choice,
         )
-        return self.ready.replace(drafter=drafter.replace(choice=choice))
+        return self.weights.replace(drafter=drafter.replace(choice=choice))
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Answers a batch."""
-        return self.call(self.tuned, prompts).rollout
+        return self.generation(self.current_weights, prompts).rollout
 
-    def time(self, prompts: Prompts) -> None:
+    def time_batch(self, prompts: Prompts) -> None:
         """Answers a batch against the clock: tokens a second with its prefill, seconds a round
         without."""
-        made = self.call(self.tuned, prompts)
-        tokens = float(jnp.sum(made.rollout.lengths - made.rollout.prompt_lengths))
-        self.round_seconds.append(made.loop_seconds / made.rounds)
-        self.rates.append(tokens / made.seconds)
+        timing = self.generation(self.current_weights, prompts)
+        tokens = float(jnp.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
+        self.round_seconds.append(timing.loop_seconds / timing.rounds)
+        self.token_rates.append(tokens / timing.seconds)
 
-    def learn(self, rollout: Rollout) -> None:
+    def update_feedback(self, rollout: Rollout) -> None:
         """Takes over what a batch says of the draft's temperatures and lengths, as a run does."""
-        self.measured = draft_temperature.update(self.measured, rollout.statistics)
-        drafter = self.ready.drafter
+        self.overlap = draft_temperature.update(self.overlap, rollout.statistics)
+        drafter = self.weights.drafter
         if drafter.chooser is not None:
             chooser = put(
                 length_chooser.update(drafter.chooser, rollout.statistics), drafter.chooser
             )
-            self.ready = self.ready.replace(drafter=drafter.replace(chooser=chooser))
+            self.weights = self.weights.replace(drafter=drafter.replace(chooser=chooser))
 
-    def row(self, plain: "Bench") -> dict[str, Any]:
-        """The row of the table; `plain` is the one that decodes without a draft."""
+    def table_row(self, baseline: "VariantBench") -> dict[str, Any]:
+        """The row of the table; `baseline` is the one that decodes without a draft."""
         generator = self.job.step.generator
         grid, length = generator.settings.grid, generator.draft_length
-        every = jax.tree.map(
+        statistics = jax.tree.map(
             lambda *leaves: np.concatenate(leaves),
             *(rollout.statistics for rollout in self.rollouts),
         )
         tokens = sum(
             int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts
         )
-        made = acceptance_metrics(
-            jax.tree.map(jnp.asarray, every),
+        metrics = acceptance_metrics(
+            jax.tree.map(jnp.asarray, statistics),
             jnp.asarray(tokens, jnp.int32),
-            self.tuned.drafter.choice,
+            self.current_weights.drafter.choice,
             grid,
         )
-        measured = {name.removeprefix("rollout/"): float(value) for name, value in made.items()}
+        values = {name.removeprefix("rollout/"): float(value) for name, value in metrics.items()}
 
-        def by_depth(name: str) -> list[float]:
-            return [measured[f"{name}_{depth}"] for depth in range(1, length + 1)]
+        def values_by_depth(name: str) -> list[float]:
+            return [values[f"{name}_{depth}"] for depth in range(1, length + 1)]
 
-        sampling, verify = _how(self.variant, self.job)
+        sampling, verify = _sampling_and_rule(self.variant, self.job)
         return {
             "draft": self.variant.name,
             "sampling": sampling or None,
             "verify": verify or None,
-            "K": "auto" if self.variant.chosen else length,
-            "lengths": _shares(every, generator.settings.lengths),
+            "K": "auto" if self.variant.chooses_length else length,
+            "lengths": _length_shares(statistics, generator.settings.lengths),
             **{
-                name: measured[name]
+                name: values[name]
                 for name in ("acceptance_length", "tokens_per_target_pass", "coverage")
             },
-            **{name: by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
-            "draft_temperature": by_depth("draft_temperature") if sampling else [],
-            "round_cost": float(np.median(self.round_seconds) / np.median(plain.round_seconds)),
-            "tokens_per_s": float(np.median(self.rates)),
-            "speed_up": float(np.median(self.rates) / np.median(plain.rates)),
+            **{name: values_by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
+            "draft_temperature": values_by_depth("draft_temperature") if sampling else [],
+            "round_cost": float(np.median(self.round_seconds) / np.median(baseline.round_seconds)),
+            "tokens_per_s": float(np.median(self.token_rates)),
+            "speed_up": float(np.median(self.token_rates) / np.median(baseline.token_rates)),
         }
 
 
-def _shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float]:
+def _length_shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float]:
     """Share of the rounds, over rows, that drafted so many tokens; nothing where all draft
     alike."""
     rounds = float(statistics.rounds.sum())
-    at_least = [
+    shares_at_least = [
         float(statistics.drafted[:, length - 1].sum()) / rounds if length else 1.0
         for length in lengths
     ] + [0.0]
     return {
-        str(length): more - less
-        for length, (more, less) in zip(lengths, pairwise(at_least), strict=True)
+        str(length): share - next_share
+        for length, (share, next_share) in zip(lengths, pairwise(shares_at_least), strict=True)
     }
 
 
-def prepare(
-    variant: Variant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts
-) -> Bench:
+def prepare_bench(
+    variant: DraftVariant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts
+) -> VariantBench:
     """Draft weights from a folder, from the cache, or trained now, and the compiled calls."""
     step, network = job.step, None
     draft = abstract(step, job.config.batch.prompts)[0].learner.draft
@@ -183,19 +183,23 @@ def prepare(
     state = with_chooser(
         step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts
     )
-    ready = jax.jit(step.sync)(state)
-    call = TimedGeneration(step.generator, ready, prompts)
-    return Bench(
-        variant=variant, job=job, ready=ready, call=call, measured=state.generator.overlap_by_factor
+    weights = jax.jit(step.sync)(state)
+    generation = TimedGeneration(step.generator, weights, prompts)
+    return VariantBench(
+        variant=variant,
+        job=job,
+        weights=weights,
+        generation=generation,
+        overlap=state.generator.overlap_by_factor,
     )
 
 
-def drafts(
+def compare_drafts(
     job: Job, interrupt: Interrupt, rows: int, generic: str = "generic", acceptance: float = 0.0
 ) -> int:
     """Measures every variant on the same policy and the same training prompts; `rows` answers each,
-    rounded up to whole batches. `generic` is as in `config_of`, `acceptance` as in
-    `_prescribed`."""
+    rounded up to whole batches. `generic` is as in `apply_variant`, `acceptance` as in
+    `_with_acceptance`."""
     config = job.config
     require(
         config.offline.steps > 0,
@@ -218,17 +222,17 @@ def drafts(
         jax.process_count() == 1,
         f"{jax.process_count()} processes: drafts are measured by one alone",
     )
-    configs = [config_of(variant, config, generic, job.say) for variant in VARIANTS]
-    for each in configs:
-        check(each, job.mesh.size)
-    sets = load_sets(config, job.tokenizer, answers=False)
+    configs = [apply_variant(variant, config, generic, job.say) for variant in VARIANTS]
+    for variant_config in configs:
+        check_config(variant_config, job.mesh.size)
+    sets = load_sets(config, job.tokenizer, require_answers=False)
     jobs = [
         replace(
             job,
-            config=each,
-            step=_prescribed(
+            config=variant_config,
+            step=_with_acceptance(
                 build_step(
-                    each,
+                    variant_config,
                     job.mesh,
                     job.tokenizer.stop_ids,
                     job.tokenizer.size,
@@ -237,119 +241,123 @@ def drafts(
                 acceptance,
             ),
         )
-        for each in configs
+        for variant_config in configs
     ]
-    batches = [Batches(each, sets) for each in jobs]
+    sources = [PromptSource(bench_job, sets) for bench_job in jobs]
     calls = -(-rows // (config.batch.prompts * config.batch.group_size))
     policy = load_policy(job, interrupt)
     benches = []
-    for number, (variant, each) in enumerate(zip(VARIANTS, jobs, strict=True), start=1):
+    for number, (variant, bench_job) in enumerate(zip(VARIANTS, jobs, strict=True), start=1):
         job.say(
             f"{number} of {len(VARIANTS)}:"
-            f" {' '.join(filter(None, (variant.name, *_how(variant, each))))}"
+            f" {' '.join(filter(None, (variant.name, *_sampling_and_rule(variant, bench_job))))}"
         )
-        benches.append(prepare(variant, each, interrupt, policy, batches[number - 1].train(0)))
-    with interrupt.nothing_unsaved("measuring drafts"):
-        _remember(benches, batches, TUNING + calls)
-        _measure(benches, batches, calls)
-        _time(benches, batches)
-    table = [bench.row(benches[0]) for bench in benches]
+        benches.append(
+            prepare_bench(
+                variant, bench_job, interrupt, policy, sources[number - 1].place_training(0)
+            )
+        )
+    with interrupt.exit_on_signal("measuring drafts"):
+        _fill_history(benches, sources, TUNING_CALLS + calls)
+        _run_benches(benches, sources, calls)
+        _time_benches(benches, sources)
+    table = [bench.table_row(benches[0]) for bench in benches]
     answers = calls * config.batch.prompts * config.batch.group_size
-    Console().print(*_tables(table), sep="\n")
+    Console().print(*_build_tables(table), sep="\n")
     for row in table:
         if row["lengths"]:
             shares = ", ".join(
                 f"{share:.0%} drafted {length}" for length, share in row["lengths"].items()
             )
             job.say(f"of the rounds that chose their length with {row['draft']}, {shares}")
-    plain = float(np.median(benches[0].round_seconds))
-    sampled = (
+    plain_seconds = float(np.median(benches[0].round_seconds))
+    sampling_text = (
         f"temperature {config.rollout.temperature:g}, up to {config.rollout.max_new_tokens} tokens"
     )
     job.say(
-        f"{answers} answers a row, {sampled}; a plain decode step takes {1e3 * plain:.2f} ms;"
-        " draft T is a factor on the temperature"
+        f"{answers} answers a row, {sampling_text}; a plain decode step takes"
+        f" {1e3 * plain_seconds:.2f} ms; draft T is a factor on the temperature"
     )
-    about = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": versions()}
-    asked = {"answers": answers, "generic": generic, "synthetic_acceptance": acceptance}
-    line = {**about, **asked, "rows": table}
-    print(json.dumps(line), flush=True)
+    facts = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": package_versions()}
+    request = {"answers": answers, "generic": generic, "synthetic_acceptance": acceptance}
+    record = {**facts, **request, "rows": table}
+    print(json.dumps(record), flush=True)
     return 0
 
 
-def _prescribed(step: Step, acceptance: float) -> Step:
+def _with_acceptance(step: Step, acceptance: float) -> Step:
     """The step with as many drafts kept as is prescribed, if it draws drafts; 0: as it is."""
     generator = step.generator
     if not acceptance or by_matching(generator.draft, generator.settings):
         return step
-    return replace(step, generator=generator.with_(rule=synthetic(acceptance)))
+    return replace(step, generator=generator.with_(rule=synthetic_rule(acceptance)))
 
 
-def _how(variant: Variant, job: Job) -> tuple[str, str]:
+def _sampling_and_rule(variant: DraftVariant, job: Job) -> tuple[str, str]:
     """How a variant's tokens are drawn and verified; empty where it does neither."""
-    learned, drafted = job.config.rollout.draft.learned, job.step.generator.draft is not None
-    return variant.sampling if learned else "", variant.verify if drafted else ""
+    trainable, has_draft = job.config.rollout.draft.is_learned, job.step.generator.draft is not None
+    return variant.sampling if trainable else "", variant.verify if has_draft else ""
 
 
-def _remember(benches: list[Bench], batches: list[Batches], count: int) -> None:
+def _fill_history(benches: list[VariantBench], sources: list[PromptSource], count: int) -> None:
     """Earlier answers to the prompts of `count` batches: of the same policy by plain decoding,
     under other noise."""
-    plain, prompts = benches[0], batches[0]
-    for batch in range(count):
-        asked = prompts.train(batch)
-        rollout = plain.generate(asked.replace(stream=put(np.int32(Stream.REMEMBER), asked.stream)))
-        for other in batches:
-            other.remember(batch, rollout)
+    plain, plain_source = benches[0], sources[0]
+    for index in range(count):
+        batch = plain_source.place_training(index)
+        rollout = plain.generate(batch.replace(stream=put(np.int32(Stream.REMEMBER), batch.stream)))
+        for source in sources:
+            source.remember(index, rollout)
 
 
-def _measure(benches: list[Bench], batches: list[Batches], calls: int) -> None:
+def _run_benches(benches: list[VariantBench], sources: list[PromptSource], calls: int) -> None:
     """Tunes the draft temperatures on the first batches, then generates those that count."""
-    with Progress("measuring", len(benches) * (TUNING + calls)) as progress:
-        for number, (bench, asked) in enumerate(zip(benches, batches, strict=True)):
-            for batch in range(TUNING + calls):
-                rollout = bench.generate(asked.train(batch))
-                if batch < TUNING:
-                    bench.learn(rollout)
+    with Progress("measuring", len(benches) * (TUNING_CALLS + calls)) as progress:
+        for number, (bench, source) in enumerate(zip(benches, sources, strict=True)):
+            for batch in range(TUNING_CALLS + calls):
+                rollout = bench.generate(source.place_training(batch))
+                if batch < TUNING_CALLS:
+                    bench.update_feedback(rollout)
                 else:
                     bench.rollouts.append(jax.device_get(rollout))
-                progress.update(number * (TUNING + calls) + batch + 1)
+                progress.update(number * (TUNING_CALLS + calls) + batch + 1)
 
 
-def _time(benches: list[Bench], batches: list[Batches]) -> None:
+def _time_benches(benches: list[VariantBench], sources: list[PromptSource]) -> None:
     """Times the first batch that counts, variant after variant and all over again: what disturbs
     the machine disturbs all alike."""
-    with Progress("timing", REPEATS) as progress:
-        for number in range(REPEATS):
-            for bench, asked in zip(benches, batches, strict=True):
-                bench.time(asked.train(TUNING))
+    with Progress("timing", TIMED_CALLS) as progress:
+        for number in range(TIMED_CALLS):
+            for bench, source in zip(benches, sources, strict=True):
+                bench.time_batch(source.place_training(TUNING_CALLS))
             progress.update(number + 1)
 
 
-def _tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
+def _build_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by
     depth."""
-    whole = _table(
+    totals = _empty_table(
         "drafts", "acceptance\nlength", "tokens\na pass", "round\ncost", "tokens/s", "speed-up"
     )
-    depths = _table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
+    by_depth = _empty_table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
     for row in rows:
-        how = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
+        labels = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
         numbers = [
             f"{row[name]:.2f}"
             for name in ("acceptance_length", "tokens_per_target_pass", "round_cost")
         ]
-        speed = short(row["tokens_per_s"]), f"{row['speed_up']:.2f}"
-        whole.add_row(*how, *numbers, *speed)
-        lists = [
+        speed = format_number(row["tokens_per_s"]), f"{row['speed_up']:.2f}"
+        totals.add_row(*labels, *numbers, *speed)
+        series = [
             row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")
         ]
-        depths.add_row(
-            *how, *(" ".join(f"{number:.2f}" for number in numbers) or "-" for numbers in lists)
+        by_depth.add_row(
+            *labels, *(" ".join(f"{value:.2f}" for value in values) or "-" for values in series)
         )
-    return whole, depths
+    return totals, by_depth
 
 
-def _table(name: str, *titles: str) -> Table:
+def _empty_table(name: str, *titles: str) -> Table:
     table = Table(box=box.SIMPLE, title=name, title_justify="left", padding=0, show_edge=False)
     table.add_column("draft", no_wrap=True)
     for title in ("sampling", "verify", "K", *titles):
@@ -365,18 +373,18 @@ def _is_acceptance(text: str) -> bool:
     return number == 0 or 1 <= number <= SYNTHETIC_LENGTH + 1
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the benchmark with what the command line says."""
-    command, form = "python -m jaxspec.bench drafts", "--config NAME.py[:SCALE]"
-    given, words = take_option(words, command, "rows", f"N {form}", "512")
-    generic, words = take_option(words, command, "generic", f"PATH {form}", "generic")
-    kept, words = take_option(words, command, "synthetic_acceptance", f"A {form}", "0")
+    command, usage = "python -m jaxspec.bench drafts", "--config NAME.py[:SCALE]"
+    rows, argv = take_option(argv, command, "rows", f"N {usage}", "512")
+    generic, argv = take_option(argv, command, "generic", f"PATH {usage}", "generic")
+    length, argv = take_option(argv, command, "synthetic_acceptance", f"A {usage}", "0")
     problem = ""
-    if not given.isdecimal() or int(given) < 1:
-        problem = f"--rows is {given!r}; a number of answers, at least 1"
-    elif not _is_acceptance(kept):
+    if not rows.isdecimal() or int(rows) < 1:
+        problem = f"--rows is {rows!r}; a number of answers, at least 1"
+    elif not _is_acceptance(length):
         problem = (
-            f"--synthetic_acceptance is {kept!r}; tokens kept of a round of {SYNTHETIC_LENGTH}"
+            f"--synthetic_acceptance is {length!r}; tokens kept of a round of {SYNTHETIC_LENGTH}"
             f" drafts, from 1 to {SYNTHETIC_LENGTH + 1}, or 0 for those that are really kept"
         )
     if problem:
@@ -385,8 +393,8 @@ def main(words: Sequence[str]) -> int:
     return run(
         "bench drafts",
         ABOUT,
-        lambda job, interrupt: drafts(job, interrupt, int(given), generic, float(kept)),
-        words,
-        VARIED,
-        USED,
+        lambda job, interrupt: compare_drafts(job, interrupt, int(rows), generic, float(length)),
+        argv,
+        SWEPT_SETTINGS,
+        USED_SETTINGS,
     )

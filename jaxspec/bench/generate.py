@@ -15,20 +15,20 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.loaded import Loaded, check_logprob, load
+from jaxspec.bench.loaded import LoadedCheckpoint, fixed_text_logprob, load_checkpoint
 from jaxspec.bench.measure import (
-    Timed,
-    check_model,
-    common,
-    draw_rounds,
-    process_seconds,
-    timed,
+    CallTimings,
+    build_rounds_table,
+    common_fields,
+    process_age_seconds,
+    require_model,
+    time_calls,
 )
-from jaxspec.bench.roofline import remembered, work_of
-from jaxspec.bench.workload import GenerateOptions, Length
-from jaxspec.config.cli import override
-from jaxspec.config.settings import AUTO_LENGTHS, numbers_of
-from jaxspec.host.runner import TimedGeneration, ahead_with
+from jaxspec.bench.roofline import decode_work, read_roofline
+from jaxspec.bench.workload import GenerateOptions, LengthSetting
+from jaxspec.config.cli import override_settings
+from jaxspec.config.settings import AUTO_LENGTHS, parse_range
+from jaxspec.host.programs import TimedGeneration, ahead_with
 from jaxspec.state import Rollout
 from jaxspec.system.trace import Profiler
 
@@ -41,79 +41,102 @@ average whatever the draft says, to see what a good draft would be worth before 
 tokens follow no distribution. The last line of the output is one JSON object."""
 
 
-def whole_calls(loaded: Loaded, phases: dict[str, float]) -> tuple[Timed, Rollout, float]:
+def time_whole_calls(
+    loaded: LoadedCheckpoint, phases: dict[str, float]
+) -> tuple[CallTimings, Rollout, float]:
     """Calls from text to text; also the last rollout and the seconds of compiling."""
     options = loaded.options
-    texts = loaded.texts(options.batch)
-    length = options.draft_length if options.draft != "none" else 0
-    generator = loaded.generator(options.batch, length)
-    ready = loaded.ready(generator, loaded.prompts(texts, 0))
-    began = time.perf_counter()
-    program, _ = ahead_with(generator, generator.generate, ready, loaded.like(options.batch))
-    compile_seconds = time.perf_counter() - began
-    seen: list[Rollout] = []
+    texts = loaded.prompt_texts(options.batch)
+    draft_length = options.draft_length if options.draft != "none" else 0
+    generator = loaded.build_generator(options.batch, draft_length)
+    weights = loaded.sync_weights(generator, loaded.encode_prompts(texts, 0))
+    start_time = time.perf_counter()
+    program, _ = ahead_with(
+        generator, generator.generate, weights, loaded.abstract_prompts(options.batch)
+    )
+    compile_seconds = time.perf_counter() - start_time
+    rollouts: list[Rollout] = []
     profiler = Profiler(
-        numbers_of("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print
+        parse_range("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print
     )
 
-    def call(number: int) -> None:
-        moments = [time.perf_counter()]
-        prompts = loaded.prompts(texts, number)
-        moments.append(time.perf_counter())
-        with profiler.call(number):
-            rollout = jax.device_get(program(ready, prompts))
-        moments.append(time.perf_counter())
+    def answer_prompts(call_index: int) -> None:
+        timestamps = [time.perf_counter()]
+        prompts = loaded.encode_prompts(texts, call_index)
+        timestamps.append(time.perf_counter())
+        with profiler.trace_call(call_index):
+            rollout = jax.device_get(program(weights, prompts))
+        timestamps.append(time.perf_counter())
         rows = zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)
-        answers = [tokens[start:end].tolist() for tokens, start, end in rows]
-        made = [loaded.job.tokenizer.decode(answer) for answer in answers]
-        moments.append(time.perf_counter())
-        assert len(made) == options.batch, "an answer for each prompt"
+        answers = [tokens[prompt_length:length].tolist() for tokens, prompt_length, length in rows]
+        answer_texts = [loaded.job.tokenizer.decode(answer) for answer in answers]
+        timestamps.append(time.perf_counter())
+        assert len(answer_texts) == options.batch, "an answer for each prompt"
         names = ("tokenize", "generate", "detokenize")
-        phases.update(zip(names, np.diff(moments).tolist(), strict=True))
-        seen[:] = [rollout]
+        phases.update(zip(names, np.diff(timestamps).tolist(), strict=True))
+        rollouts[:] = [rollout]
 
     with contextlib.closing(profiler):
-        return timed(call, options.repeats, options.budget), seen[0], compile_seconds
+        return (
+            time_calls(answer_prompts, options.repeats, options.budget),
+            rollouts[0],
+            compile_seconds,
+        )
 
 
-def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
+def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
     """Seconds of rounds of each draft length, and of plain steps, at each number of rows; all in
     turn, so that noise falls on all alike."""
     options = loaded.options
-    every = AUTO_LENGTHS if options.draft_length == "auto" else ()
-    asked = (*(options.lengths or every), options.draft_length) if options.draft != "none" else ()
-    lengths: tuple[Length, ...] = tuple(dict.fromkeys((0, *asked)))
+    auto_lengths = AUTO_LENGTHS if options.draft_length == "auto" else ()
+    requested_lengths = (
+        (*(options.lengths or auto_lengths), options.draft_length)
+        if options.draft != "none"
+        else ()
+    )
+    lengths: tuple[LengthSetting, ...] = tuple(dict.fromkeys((0, *requested_lengths)))
     rows = []
     for number, live in enumerate(options.live, start=1):
-        here = loaded.on(math.gcd(live, loaded.job.mesh.size))
-        texts = here.texts(live)
-        prompts = [here.prompts(texts, repeat) for repeat in range(options.repeats + 1)]
-        calls = {}
+        checkpoint = loaded.with_shards(math.gcd(live, loaded.job.mesh.size))
+        texts = checkpoint.prompt_texts(live)
+        prompts = [
+            checkpoint.encode_prompts(texts, repeat) for repeat in range(options.repeats + 1)
+        ]
+        generations = {}
         for length in lengths:
-            generator = here.generator(live, length)
-            ready = here.ready(generator, prompts[0])
-            calls[length] = TimedGeneration(generator, ready, prompts[0]), ready
-        seen: dict[Length, list[tuple[float, float, float]]] = {length: [] for length in lengths}
+            generator = checkpoint.build_generator(live, length)
+            weights = checkpoint.sync_weights(generator, prompts[0])
+            generations[length] = TimedGeneration(generator, weights, prompts[0]), weights
+        measurements: dict[LengthSetting, list[tuple[float, float, float]]] = {
+            length: [] for length in lengths
+        }
         for repeat in range(options.repeats + 1):
-            for length, (call, ready) in calls.items():
-                made = call(ready, prompts[repeat])
-                tokens = float(np.sum(made.rollout.lengths - made.rollout.prompt_lengths))
-                passes = float(np.sum(made.rollout.statistics.rounds))
-                per_round = made.loop_seconds / made.rounds, tokens / passes, tokens / made.rounds
+            for length, (generation, weights) in generations.items():
+                timing = generation(weights, prompts[repeat])
+                tokens = float(np.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
+                passes = float(np.sum(timing.rollout.statistics.rounds))
+                per_round = (
+                    timing.loop_seconds / timing.rounds,
+                    tokens / passes,
+                    tokens / timing.rounds,
+                )
                 if repeat:
-                    seen[length].append(per_round)
-        for length, found in seen.items():
-            seconds, plain = (float(np.median(np.array(seen[each])[:, 0])) for each in (length, 0))
+                    measurements[length].append(per_round)
+        for length, samples in measurements.items():
+            seconds, plain_seconds = (
+                float(np.median(np.array(measurements[compared_length])[:, 0]))
+                for compared_length in (length, 0)
+            )
             # chance, not noise: medians would favour one side
-            kept, tokens_a_round = np.mean(np.array(found)[:, 1:], axis=0).tolist()
+            tokens_per_pass, tokens_per_round = np.mean(np.array(samples)[:, 1:], axis=0).tolist()
             row = {
                 "live": live,
                 "K": length,
                 "round_s": seconds,
-                "round_cost": seconds / plain,
-                "tokens_per_pass": kept,
-                "tokens_per_s": tokens_a_round / seconds,
-                "speedup": tokens_a_round / live * plain / seconds,
+                "round_cost": seconds / plain_seconds,
+                "tokens_per_pass": tokens_per_pass,
+                "tokens_per_s": tokens_per_round / seconds,
+                "speedup": tokens_per_round / live * plain_seconds / seconds,
             }
             rows.append(row)
         print(f"timed rounds of {live} rows ({number} of {len(options.live)})", flush=True)
@@ -122,48 +145,52 @@ def rounds_table(loaded: Loaded) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
-    options = override(
+    options = override_settings(
         GenerateOptions(), argv, "python -m jaxspec.bench generate --model DIR", ABOUT
     )
-    check_model(options.model, "generate")
-    phases = {"import": process_seconds()}
-    began = time.perf_counter()
-    loaded = load(options)
-    phases["load"] = time.perf_counter() - began
-    taken, rollout, compile_seconds = whole_calls(loaded, phases)
-    phases["first_call"] = compile_seconds + taken.first
+    require_model(options.model, "generate")
+    phases = {"import": process_age_seconds()}
+    start_time = time.perf_counter()
+    loaded = load_checkpoint(options)
+    phases["load"] = time.perf_counter() - start_time
+    timings, rollout, compile_seconds = time_whole_calls(loaded, phases)
+    phases["first_call"] = compile_seconds + timings.first_seconds
     tokens = int(np.sum(rollout.lengths - rollout.prompt_lengths))
-    rows = rounds_table(loaded) if options.live else []
+    rows = measure_rounds(loaded) if options.live else []
     if rows:
-        Console().print(draw_rounds(rows))
+        Console().print(build_rounds_table(rows))
     model, mesh = loaded.job.config.model, loaded.job.mesh
-    depth, size = options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize
-    work = work_of(model, options.batch, depth, size)
-    best = remembered(options.dtype)
-    drafted = float(np.sum(rollout.statistics.drafted[:, :1]))
-    line = {
-        **common("generate", options, taken, tokens),
+    length, itemsize = options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize
+    work = decode_work(model, options.batch, length, itemsize)
+    roofline = read_roofline(options.dtype)
+    drafted_rounds = float(np.sum(rollout.statistics.drafted[:, :1]))
+    record = {
+        **common_fields("generate", options, timings, tokens),
         "phases_s": phases,
         "compile_s": compile_seconds,
-        "check_logprob": check_logprob(loaded),
-        "acceptance_length": float(np.sum(rollout.statistics.kept)) / drafted if drafted else 1.0,
+        "check_logprob": fixed_text_logprob(loaded),
+        "acceptance_length": float(np.sum(rollout.statistics.kept)) / drafted_rounds
+        if drafted_rounds
+        else 1.0,
         "tokens_per_target_pass": tokens / float(np.sum(rollout.statistics.rounds)),
-        "bytes_per_s": work.bytes * options.new / taken.seconds,
-        "flops_per_s": work.flops * options.new / taken.seconds,
-        "roofline_share": best.floor(work) * options.new / taken.seconds if best else None,
+        "bytes_per_s": work.read_bytes * options.new / timings.seconds,
+        "flops_per_s": work.flops * options.new / timings.seconds,
+        "roofline_share": roofline.min_seconds(work) * options.new / timings.seconds
+        if roofline
+        else None,
         "rounds": rows,
         "machine": meshes.machine(mesh),
     }
-    share = (
-        f", {line['roofline_share']:.0%} of the roofline"
-        if best
+    roofline_text = (
+        f", {record['roofline_share']:.0%} of the roofline"
+        if roofline
         else " (for its share of the roofline, run bench roofline first)"
     )
-    speed = (
-        f"{line['tokens_per_s']:,.0f} tokens/s, {1e3 * taken.seconds:.1f} ms a"
-        f" call{' (noisy)' if taken.noisy else ''}"
+    speed_text = (
+        f"{record['tokens_per_s']:,.0f} tokens/s, {1e3 * timings.seconds:.1f} ms a"
+        f" call{' (noisy)' if timings.is_noisy else ''}"
     )
-    cell = f"{line['peer']} {line['model']}, {options.batch} rows x {options.new} tokens"
-    print(f"{cell}: {speed}{share}; compiled in {compile_seconds:.1f} s")
-    print(json.dumps(line), flush=True)
+    cell = f"{record['peer']} {record['model']}, {options.batch} rows x {options.new} tokens"
+    print(f"{cell}: {speed_text}{roofline_text}; compiled in {compile_seconds:.1f} s")
+    print(json.dumps(record), flush=True)
     return 0

@@ -10,15 +10,15 @@ from typing import Literal
 import jax
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.measure import PeakMemory, check_model, versions
-from jaxspec.config.cli import override
-from jaxspec.hf.pretrained import policy_checkpoint, policy_config
-from jaxspec.host.runner import placed
-from jaxspec.host.warm_start import load_shown
-from jaxspec.inputs.checked import Checked, called, require
+from jaxspec.bench.measure import PeakMemory, package_versions, require_model
+from jaxspec.config.cli import override_settings
+from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint
+from jaxspec.host.programs import placed
+from jaxspec.inputs.checked import CheckedConfig, require, translate_settings
 from jaxspec.inputs.spec import Count, ModelConfig, Natural
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast
+from jaxspec.models.layers import LOGICAL_AXES, cast_floats
+from jaxspec.preparation.policy import load_shown
 
 ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and
 measures seconds and memory. On a CPU the devices' memory is the host's, so that the weights
@@ -26,7 +26,7 @@ themselves are part of what is measured. The last line of the output is one JSON
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(Checked, prefix="--"):
+class LoadOptions(CheckedConfig, prefix="--"):
     """What `bench load` reads, and onto what."""
 
     model: str = ""
@@ -39,61 +39,63 @@ class LoadOptions(Checked, prefix="--"):
     """Type in which the weights are held."""
 
 
-def load(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Reads a checkpoint onto the devices as training does: seconds, and the most memory that the
     host needed on the way."""
-    options = override(LoadOptions(), argv, "python -m jaxspec.bench load --model DIR", ABOUT)
-    check_model(options.model, "load")
+    options = override_settings(
+        LoadOptions(), argv, "python -m jaxspec.bench load --model DIR", ABOUT
+    )
+    require_model(options.model, "load")
     require(
         Path("/proc/self/status").exists(),
         "bench load reads the memory it takes from /proc, which this system lacks",
     )
-    with called({"model.path": "--model"}):
-        config = policy_config(ModelConfig(path=options.model, dtype=options.dtype))
+    with translate_settings({"model.path": "--model"}):
+        config = load_policy_config(ModelConfig(path=options.model, dtype=options.dtype))
     meshes.prepare_devices(options.data * options.tensor)
-    wanted, there = (options.data or 1) * options.tensor, meshes.count_devices()
+    requested_devices, device_count = (options.data or 1) * options.tensor, meshes.count_devices()
     require(
-        wanted <= there,
-        f"--data {options.data} x --tensor {options.tensor} = {wanted} devices, but there are"
-        f" {there}",
+        requested_devices <= device_count,
+        f"--data {options.data} x --tensor {options.tensor} = {requested_devices} devices, but"
+        f" there are {device_count}",
     )
-    whole = options.data > 0 or there % options.tensor == 0
+    divides_evenly = options.data > 0 or device_count % options.tensor == 0
     require(
-        whole,
-        f"--tensor {options.tensor} does not divide {there} devices; give one that does, or --data"
-        " to use fewer",
+        divides_evenly,
+        f"--tensor {options.tensor} does not divide {device_count} devices; give one that does, or"
+        " --data to use fewer",
     )
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
-    shapes = jax.eval_shape(lambda: cast(Decoder(config, jax.random.key(0)), options.dtype))
+    shapes = jax.eval_shape(lambda: cast_floats(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
-    checkpoint = policy_checkpoint(config, jax.tree.map(placed, shapes, layout))
+    checkpoint = open_policy_checkpoint(config, jax.tree.map(placed, shapes, layout))
     with PeakMemory() as memory:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         policy = load_shown(checkpoint)
-        seconds = time.perf_counter() - began
-    held = sum(
+        seconds = time.perf_counter() - start_time
+    held_bytes = sum(
         shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards
     )
-    line = {
+    record = {
         "bench": "load",
         "model": config.path,
         "dtype": options.dtype,
         "weight_bytes": checkpoint.bytes,
-        "held_bytes": held,
+        "held_bytes": held_bytes,
         "peak_anonymous_bytes": memory.peak,
         "peak_over_weights": memory.peak / checkpoint.bytes,
         "seconds": seconds,
         "gb_per_s": checkpoint.bytes / 1e9 / seconds,
         "machine": meshes.machine(mesh),
-        "versions": versions(),
+        "versions": package_versions(),
     }
-    words = (
+    summary = (
         f"{checkpoint.bytes / 1e9:.3g} GB as {options.dtype} on {mesh.size} devices in"
-        f" {seconds:.1f} s ({line['gb_per_s']:.2f} GB/s)"
+        f" {seconds:.1f} s ({record['gb_per_s']:.2f} GB/s)"
     )
     print(
-        f"{words}; at most {memory.peak / 1e9:.3g} GB of anonymous memory,"
-        f" {line['peak_over_weights']:.2f} x the weights"
+        f"{summary}; at most {memory.peak / 1e9:.3g} GB of anonymous memory,"
+        f" {record['peak_over_weights']:.2f} x the weights"
     )
-    print(json.dumps(line), flush=True)
+    print(json.dumps(record), flush=True)
     return 0

@@ -12,19 +12,25 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.roofline import work_of
-from jaxspec.bench.workload import OPTIONS, SYNTHETIC_LENGTH, GenerateOptions, Length, config_of
+from jaxspec.bench.roofline import decode_work
+from jaxspec.bench.workload import (
+    OPTIONS,
+    SYNTHETIC_LENGTH,
+    GenerateOptions,
+    LengthSetting,
+    config_from_options,
+)
 from jaxspec.build import build_step, draft_lengths
 from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.problem_source import Problem
-from jaxspec.data.problems import PromptStream, all_problems, pad_prompts
+from jaxspec.data.problems import PromptStream, load_all_problems, pad_prompts
 from jaxspec.drafts.kinds import build_draft, build_network
-from jaxspec.hf.pretrained import policy_checkpoint
+from jaxspec.hf.pretrained import open_policy_checkpoint
 from jaxspec.host.job import Job, start_jax
+from jaxspec.host.programs import abstract, placed, put
 from jaxspec.host.round_cost import measured_chooser
-from jaxspec.host.runner import abstract, placed, put
-from jaxspec.inputs.checked import called
+from jaxspec.inputs.checked import translate_settings
 from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generator import Generator
@@ -33,55 +39,62 @@ from jaxspec.sampling import Noise
 from jaxspec.state import Prompts, Ready
 from jaxspec.tokens.tokenizer import load_tokenizer
 
-CACHE = 2**25
+CPU_CACHE_BYTES = 2**25
 """Bytes of weights that the caches of a CPU hold."""
 
 
-def mesh_for(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh:
+def choose_mesh(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh:
     """As many data shards as divide the prompts; on a CPU one a core, but a single one for less
     than two rows a core and weights that no cache holds: every shard reads them all from the one
     memory, and where nothing else takes long, that is what a step waits for."""
     cores = min(options.threads or meshes.cores(), meshes.cores())
-    model, prompts = config.model, config.batch.prompts
-    weights = work_of(model, 1, 0.0, jnp.dtype(model.dtype).itemsize).weights
-    few = weights > CACHE and options.batch < 2 * cores
-    shards = 1 if few else math.gcd(prompts, cores)
-    largest = model.embed * max(model.ffn, model.heads * model.head_size)
-    start_jax(config, shards, 1 if largest < 2**19 else cores // shards)
-    there = [count for count in range(1, meshes.count_devices() + 1) if prompts % count == 0]
-    return meshes.make_mesh(shards if jax.default_backend() == "cpu" else max(there), 1)
+    model, prompt_count = config.model, config.batch.prompts
+    weight_bytes = decode_work(model, 1, 0.0, jnp.dtype(model.dtype).itemsize).weight_bytes
+    is_read_bound = weight_bytes > CPU_CACHE_BYTES and options.batch < 2 * cores
+    shards = 1 if is_read_bound else math.gcd(prompt_count, cores)
+    largest_weight = model.embed * max(model.ffn, model.heads * model.head_size)
+    start_jax(config, shards, 1 if largest_weight < 2**19 else cores // shards)
+    shard_counts = [
+        count for count in range(1, meshes.count_devices() + 1) if prompt_count % count == 0
+    ]
+    return meshes.make_mesh(shards if jax.default_backend() == "cpu" else max(shard_counts), 1)
 
 
-def synthetic(kept: float) -> Callable[..., Verdict]:
-    """A rule that keeps `kept` tokens of a round of `SYNTHETIC_LENGTH` drafts on average, by coins
-    alone, each draft as likely. It reads the distributions as often as `block_rule`."""
+def synthetic_rule(acceptance_length: float) -> Callable[..., Verdict]:
+    """A rule that keeps `acceptance_length` tokens of a round of `SYNTHETIC_LENGTH` drafts on
+    average, by coins alone, each draft as likely. It reads the distributions as often as
+    `block_rule`."""
     low, high = 0.0, 1.0
     for _ in range(60):
-        middle = (low + high) / 2
-        keeps = sum(middle**depth for depth in range(SYNTHETIC_LENGTH + 1))
-        low, high = (middle, high) if keeps < kept else (low, middle)
-    chance = high
+        midpoint = (low + high) / 2
+        expected_tokens = sum(midpoint**depth for depth in range(SYNTHETIC_LENGTH + 1))
+        low, high = (midpoint, high) if expected_tokens < acceptance_length else (low, midpoint)
+    accept_probability = high
 
-    def rule(
+    def accept_by_coins(
         distributions: Distributions,
-        drafted: Int[Array, "B K"],
-        offered: Int[Array, " B"],
+        draft_tokens: Int[Array, "B K"],
+        draft_counts: Int[Array, " B"],
         coins: Float[Array, "B K"],
         next_noise: Noise,
     ) -> Verdict:
-        target_at_draft, draft_at_draft = distributions.at_drafted(drafted)
+        target_at_draft, draft_at_draft = distributions.at_drafted(draft_tokens)
         log_weights = jnp.minimum(target_at_draft - draft_at_draft, 0)
-        left_over = distributions.left_over(log_weights[:, :-1])
+        residual_mass = distributions.left_over(log_weights[:, :-1])
         # always so, which XLA does not know: it would leave the mass out
-        possible = jnp.all(left_over >= 0, axis=1)
-        accepted = jnp.where(possible, jnp.minimum(leading(coins < chance), offered), 0)
-        rejected, whole = accepted < offered, jnp.zeros(len(accepted), coins.dtype)
-        return Verdict(accepted, distributions.draw_next(accepted, rejected, whole, next_noise))
+        possible = jnp.all(residual_mass >= 0, axis=1)
+        accepted = jnp.where(
+            possible, jnp.minimum(leading(coins < accept_probability), draft_counts), 0
+        )
+        rejected, log_weight = accepted < draft_counts, jnp.zeros(len(accepted), coins.dtype)
+        return Verdict(
+            accepted, distributions.draw_next(accepted, rejected, log_weight, next_noise)
+        )
 
-    return rule
+    return accept_by_coins
 
 
-class Loaded(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint ready to answer."""
 
     job: Job
@@ -90,62 +103,66 @@ class Loaded(NamedTuple):
     options: GenerateOptions
     problems: PromptStream | None
     """What is asked; None: random digits."""
-    shapes: dict[int, Prompts]
+    prompt_shapes: dict[int, Prompts]
     """Of prompts, by their number."""
 
-    def generator(self, rows: int, length: Length) -> Generator:
+    def build_generator(self, rows: int, length: LengthSetting) -> Generator:
         """That of so many rows, drafting so many tokens a round."""
         options, config = self.options, self.job.config
         # every row has the same number of tokens
         generator = self.job.step.generator.with_(prompts=rows, group_size=1, tail=())
         if length == 0:
             return generator.plain()
-        wanted = replace(config.rollout.draft, draft_length=length)
-        rule: dict[str, Any] = {}
+        draft_config = replace(config.rollout.draft, draft_length=length)
+        rule_option: dict[str, Any] = {}
         if options.synthetic_acceptance:
-            rule = {"rule": synthetic(options.synthetic_acceptance)}
+            rule_option = {"rule": synthetic_rule(options.synthetic_acceptance)}
         draft = build_draft(
-            replace(config, rollout=replace(config.rollout, draft=wanted)).draft_spec, ()
+            replace(config, rollout=replace(config.rollout, draft=draft_config)).draft_spec, ()
         )
-        return generator.with_(draft=draft, lengths=draft_lengths(wanted, generator.mesh), **rule)
+        return generator.with_(
+            draft=draft, lengths=draft_lengths(draft_config, generator.mesh), **rule_option
+        )
 
-    def ready(self, generator: Generator, prompts: Prompts) -> Ready:
+    def sync_weights(self, generator: Generator, prompts: Prompts) -> Ready:
         """Policy and draft as a generator reads them, and what it chooses lengths by."""
         network = None if generator.draft is None else self.network
 
         def load_all(policy: Decoder, network: Any) -> Ready:
             return generator.sync(policy, network, generator.start())
 
-        ready = jax.jit(load_all)(self.policy, network)
-        if ready.drafter.chooser is None:
-            return ready
-        chooser = measured_chooser(generator, ready, prompts)
+        weights = jax.jit(load_all)(self.policy, network)
+        if weights.drafter.chooser is None:
+            return weights
+        chooser = measured_chooser(generator, weights, prompts)
         chooser = jax.device_put(chooser, meshes.replicated(generator.mesh))
-        return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
+        return weights.replace(drafter=weights.drafter.replace(chooser=chooser))
 
-    def texts(self, count: int, call: int = 0) -> list[str]:
+    def prompt_texts(self, count: int, call: int = 0) -> list[str]:
         """What a call asks: random digits of its own, or the problems whose turn it is."""
         if self.problems is None:
-            return digits(count, self.options.prompt, self.options.seed + call)
-        return [self.problems[call * count + place].prompt for place in range(count)]
+            return random_digits(count, self.options.prompt, self.options.seed + call)
+        return [self.problems[call * count + index].prompt for index in range(count)]
 
-    def prompts(self, texts: Sequence[str], call: int) -> Prompts:
+    def encode_prompts(self, texts: Sequence[str], call: int) -> Prompts:
         """Texts as token ids, cut to the length of the prompts, on the mesh."""
         tokenizer, width = self.job.tokenizer, self.options.prompt
-        like = self.like(len(texts))
+        shapes = self.abstract_prompts(len(texts))
         problems = [Problem(text, tuple(tokenizer.encode(text)[:width]), "", 0) for text in texts]
         tokens, lengths = pad_prompts(problems, width, tokenizer.pad_id)
-        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-        asked = nothing.replace(tokens=tokens, lengths=lengths, live=np.ones(len(texts), bool))
-        return put(asked.replace(stream=np.int32(Stream.SAMPLE), batch=np.int32(call)), like)
+        empty_prompts = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        prompts = empty_prompts.replace(
+            tokens=tokens, lengths=lengths, live=np.ones(len(texts), bool)
+        )
+        return put(prompts.replace(stream=np.int32(Stream.SAMPLE), batch=np.int32(call)), shapes)
 
-    def like(self, rows: int) -> Prompts:
+    def abstract_prompts(self, rows: int) -> Prompts:
         """Shapes and shardings of prompts."""
-        if rows not in self.shapes:
-            self.shapes[rows] = abstract(self.job.step, rows)[2]
-        return self.shapes[rows]
+        if rows not in self.prompt_shapes:
+            self.prompt_shapes[rows] = abstract(self.job.step, rows)[2]
+        return self.prompt_shapes[rows]
 
-    def on(self, shards: int) -> "Loaded":
+    def with_shards(self, shards: int) -> "LoadedCheckpoint":
         """The loaded model on fewer devices."""
         mesh = meshes.make_mesh(shards, 1)
         step = self.job.step
@@ -153,57 +170,59 @@ class Loaded(NamedTuple):
         step = replace(step, generator=generator, learner=learner)
         job = replace(self.job, mesh=mesh, step=step)
         policy, network = jax.device_put((self.policy, self.network), meshes.replicated(mesh))
-        return self._replace(job=job, policy=policy, network=network, shapes={})
+        return self._replace(job=job, policy=policy, network=network, prompt_shapes={})
 
 
-def digits(count: int, length: int, seed: int) -> list[str]:
+def random_digits(count: int, length: int, seed: int) -> list[str]:
     """Texts of random digits."""
-    source = random.Random(seed)
-    return ["".join(source.choice("0123456789") for _ in range(length)) for _ in range(count)]
+    rng = random.Random(seed)
+    return ["".join(rng.choice("0123456789") for _ in range(length)) for _ in range(count)]
 
 
-def load(
+def load_checkpoint(
     options: GenerateOptions,
     group: int = 1,
-    change: Callable[[ResolvedConfig], ResolvedConfig] = lambda config: config,
-) -> Loaded:
-    """Reads problems, policy and draft, for the config that `change` makes of the options'; answers
-    to problems end where the policy ends them, those to random digits do not."""
-    config = change(config_of(options, group, print))
+    adapt_config: Callable[[ResolvedConfig], ResolvedConfig] = lambda config: config,
+) -> LoadedCheckpoint:
+    """Reads problems, policy and draft, for the config that `adapt_config` makes of the options';
+    answers to problems end where the policy ends them, those to random digits do not."""
+    config = adapt_config(config_from_options(options, group, print))
     tokenizer, problems = load_tokenizer(config.data.tokenizer), None
     if config.data.path:
-        with called(OPTIONS):
-            found = all_problems(config.data, tokenizer)
-        if str(found.left_out):
-            print(f"--data {config.data.path}: {found.left_out}; {len(found)} to ask")
-        problems = PromptStream((found,), options.seed)
-    mesh = mesh_for(options, config)
+        with translate_settings(OPTIONS):
+            problem_set = load_all_problems(config.data, tokenizer)
+        if str(problem_set.skipped_lines):
+            print(
+                f"--data {config.data.path}: {problem_set.skipped_lines}; {len(problem_set)} to ask"
+            )
+        problems = PromptStream((problem_set,), options.seed)
+    mesh = choose_mesh(options, config)
     step = build_step(config, mesh, tokenizer.stop_ids if problems else (), tokenizer.size)
     shapes, layout = jax.eval_shape(step.fresh_policy), step.learner.layout
-    abstract = jax.tree.map(placed, shapes, layout(shapes))
-    policy = policy_checkpoint(config.model, abstract).load(lambda _: None)
+    abstract_policy = jax.tree.map(placed, shapes, layout(shapes))
+    policy = open_policy_checkpoint(config.model, abstract_policy).load(lambda _: None)
     key, network = stream_key(options.seed, Stream.DRAFT_WEIGHTS), None
-    if config.rollout.draft.learned:
-        drawn = jax.eval_shape(lambda: build_network(config.draft_spec, key))
-        wanted = jax.tree.map(placed, drawn, layout(drawn))
+    if config.rollout.draft.is_learned:
+        draft_shapes = jax.eval_shape(lambda: build_network(config.draft_spec, key))
+        abstract_draft = jax.tree.map(placed, draft_shapes, layout(draft_shapes))
         if options.draft_path:
-            network = read_draft(config, wanted)
+            network = read_draft(config, abstract_draft)
         else:
             network = jax.jit(
-                lambda: build_network(config.draft_spec, key), out_shardings=layout(drawn)
+                lambda: build_network(config.draft_spec, key), out_shardings=layout(draft_shapes)
             )()
     job = Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step)
-    return Loaded(job, policy, network, options, problems, {})
+    return LoadedCheckpoint(job, policy, network, options, problems, {})
 
 
-def check_logprob(loaded: Loaded) -> float:
+def fixed_text_logprob(loaded: LoadedCheckpoint) -> float:
     """Summed log-probability of one fixed text's tokens but the first: the same in every program
     that reads the checkpoint rightly."""
-    ids = jnp.asarray([loaded.job.tokenizer.encode(digits(1, 64, 1234)[0])], jnp.int32)
+    ids = jnp.asarray([loaded.job.tokenizer.encode(random_digits(1, 64, 1234)[0])], jnp.int32)
 
-    def summed(policy: Decoder) -> Float[Array, ""]:
+    def sum_logprobs(policy: Decoder) -> Float[Array, ""]:
         logits = policy.logits(policy(ids, jnp.arange(ids.shape[1], dtype=jnp.int32)[None]).hidden)
         logprobs = jax.nn.log_softmax(logits[0, :-1], axis=-1)
         return jnp.sum(jnp.take_along_axis(logprobs, ids[0, 1:, None], axis=1))
 
-    return float(jax.jit(summed)(loaded.policy))
+    return float(jax.jit(sum_logprobs)(loaded.policy))

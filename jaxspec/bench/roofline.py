@@ -16,14 +16,14 @@ from rich import box
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.measure import versions
-from jaxspec.config.cli import override
-from jaxspec.inputs.checked import Checked, first_line
+from jaxspec.bench.measure import package_versions
+from jaxspec.config.cli import override_settings
+from jaxspec.inputs.checked import CheckedConfig, first_line
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.storage.cache import cache_folder
-from jaxspec.system.files import write_whole
+from jaxspec.system.files import write_text_atomic
 from jaxspec.system.progress import Screen
-from jaxspec.system.terminal import say
+from jaxspec.system.terminal import print_line
 
 ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what
 is read again and again (caches are faster than memory), and floating-point operations a second of
@@ -40,109 +40,117 @@ class Roofline(NamedTuple):
     """By MiB that are read again and again."""
     flops_per_s: float
 
-    def bandwidth(self, size: int) -> float:
+    def bandwidth_at(self, size: int) -> float:
         """Bytes a second where `size` bytes are read again and again: of the nearest size that was
         measured."""
         return self.bytes_per_s[min(self.bytes_per_s, key=lambda mib: abs(mib - size / 2**20))]
 
-    def floor(self, work: "Work") -> float:
+    def min_seconds(self, work: "DecodeWork") -> float:
         """Seconds that a step takes at least."""
-        return max(work.bytes / self.bandwidth(work.weights), work.flops / self.flops_per_s)
+        return max(
+            work.read_bytes / self.bandwidth_at(work.weight_bytes), work.flops / self.flops_per_s
+        )
 
 
-class Work(NamedTuple):
+class DecodeWork(NamedTuple):
     """What one plain decode step of some rows must do."""
 
-    weights: int
+    weight_bytes: int
     """Bytes that every step reads."""
-    bytes: float
+    read_bytes: float
     """Bytes that every step reads, keys and values included."""
     flops: float
 
 
-def work_of(model: ModelSpec, rows: int, length: float, width: int) -> Work:
-    """A step of `rows` with `length` tokens before them, where a number takes `width` bytes."""
-    family, heads = model.family, model.heads * model.head_size
-    kv = model.kv_heads * model.head_size
-    ffn = 3 * model.embed * model.ffn
-    routed = family.experts_per_token if family.experts else 1
-    touched = min(family.experts, rows * routed) if family.experts else 1
-    attention = 2 * model.embed * (heads + kv)
-    read = model.layers * (attention + touched * ffn) + model.vocab * model.embed
-    used = model.layers * (attention + routed * ffn) + model.vocab * model.embed
-    cached = rows * model.layers * 2 * kv * (length + 1)
-    return Work(
-        width * read,
-        width * (read + cached + rows * model.embed),
-        2 * rows * used + 4 * rows * model.layers * heads * length,
+def decode_work(model: ModelSpec, rows: int, length: float, itemsize: int) -> DecodeWork:
+    """A step of `rows` with `length` tokens before them, where a number takes `itemsize` bytes."""
+    family, query_size = model.family, model.heads * model.head_size
+    kv_size = model.kv_heads * model.head_size
+    ffn_weights = 3 * model.embed * model.ffn
+    routed_experts = family.experts_per_token if family.experts else 1
+    touched_experts = min(family.experts, rows * routed_experts) if family.experts else 1
+    attention_weights = 2 * model.embed * (query_size + kv_size)
+    read_weights = (
+        model.layers * (attention_weights + touched_experts * ffn_weights)
+        + model.vocab * model.embed
+    )
+    used_weights = (
+        model.layers * (attention_weights + routed_experts * ffn_weights)
+        + model.vocab * model.embed
+    )
+    cached_values = rows * model.layers * 2 * kv_size * (length + 1)
+    return DecodeWork(
+        itemsize * read_weights,
+        itemsize * (read_weights + cached_values + rows * model.embed),
+        2 * rows * used_weights + 4 * rows * model.layers * query_size * length,
     )
 
 
-def _best(function: Callable[[], Any], seconds: float = 0.4) -> float:
+def _fastest_seconds(function: Callable[[], Any], seconds: float = 0.4) -> float:
     """Seconds of the fastest of several calls: whatever disturbs one only slows it down."""
     function()
-    found, end = [], time.perf_counter() + seconds
-    while len(found) < 3 or time.perf_counter() < end:
-        began = time.perf_counter()
+    timings, deadline = [], time.perf_counter() + seconds
+    while len(timings) < 3 or time.perf_counter() < deadline:
+        start_time = time.perf_counter()
         function()
-        found.append(time.perf_counter() - began)
-    return min(found)
+        timings.append(time.perf_counter() - start_time)
+    return min(timings)
 
 
-def _read_by_threads(mib: int, threads: int) -> float:
-    parts = [np.ones(mib * 2**18 // threads, np.float32) for _ in range(threads)]
-    times = max(1, 64 // mib)
+def _threaded_read_rate(mib: int, threads: int) -> float:
+    chunks = [np.ones(mib * 2**18 // threads, np.float32) for _ in range(threads)]
+    repeats = max(1, 64 // mib)
 
-    def read(part: np.ndarray) -> None:
-        for _ in range(times):
-            np.max(part)
+    def read_chunk(chunk: np.ndarray) -> None:
+        for _ in range(repeats):
+            np.max(chunk)
 
     with ThreadPoolExecutor(threads) as pool:
-        return mib * 2**20 * times / _best(lambda: list(pool.map(read, parts)))
+        return mib * 2**20 * repeats / _fastest_seconds(lambda: list(pool.map(read_chunk, chunks)))
 
 
 def read_rate(mib: int) -> float:
     """Bytes a second that a device reads, of so many MiB."""
-    part = jnp.ones((mib * 2**18,), jnp.float32)
-    total = jax.jit(jnp.sum)
-    return mib * 2**20 / _best(lambda: total(part).block_until_ready())
+    array = jnp.ones((mib * 2**18,), jnp.float32)
+    sum_array = jax.jit(jnp.sum)
+    return mib * 2**20 / _fastest_seconds(lambda: sum_array(array).block_until_ready())
 
 
 def copy_rate(mib: int) -> float:
     """Bytes a second that a device reads and writes, copying so many MiB."""
-    part = jnp.ones((mib * 2**18,), jnp.float32)
-    copied = jax.jit(lambda part: part + 1)
-    return 2 * mib * 2**20 / _best(lambda: copied(part).block_until_ready())
+    array = jnp.ones((mib * 2**18,), jnp.float32)
+    copy_array = jax.jit(lambda array: array + 1)
+    return 2 * mib * 2**20 / _fastest_seconds(lambda: copy_array(array).block_until_ready())
 
 
 def product_rate(dtype: Any) -> float:
     """Floating-point operations a second of large products."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
-    left = jnp.ones((size, size), dtype)
+    matrix = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
-    return 2 * size**3 / _best(lambda: product(left, left).block_until_ready())
+    return 2 * size**3 / _fastest_seconds(lambda: product(matrix, matrix).block_until_ready())
 
 
-def _file(dtype: str) -> Path:
-    about = meshes.machine(meshes.make_mesh(1, 1))
-    name = re.sub(r"\W+", "-", f"{about['cpu']} {about['cores']} {about['device']} {dtype}")
+def _roofline_file(dtype: str) -> Path:
+    machine = meshes.machine(meshes.make_mesh(1, 1))
+    name = re.sub(r"\W+", "-", f"{machine['cpu']} {machine['cores']} {machine['device']} {dtype}")
     return cache_folder() / "roofline" / f"{name}.json"
 
 
-def remembered(dtype: str) -> Roofline | None:
+def read_roofline(dtype: str) -> Roofline | None:
     """What this machine has shown before; None where nothing is kept of it, or, with a word, where
     that is damaged."""
-    file = _file(dtype)
+    file = _roofline_file(dtype)
     if not file.exists():
         return None
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         return Roofline(
-            {int(mib): float(rate) for mib, rate in kept["bytes_per_s"].items()},
-            float(kept["flops_per_s"]),
+            {int(mib): float(rate) for mib, rate in content["bytes_per_s"].items()},
+            float(content["flops_per_s"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as reason:
-        say(
+        print_line(
             f"warning: {file} is damaged ({first_line(reason)}) and is not used; `python -m"
             " jaxspec.bench roofline` makes it anew"
         )
@@ -150,7 +158,7 @@ def remembered(dtype: str) -> Roofline | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflineOptions(Checked, prefix="--"):
+class RooflineOptions(CheckedConfig, prefix="--"):
     """What `bench roofline` measures with."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -159,21 +167,23 @@ class RooflineOptions(Checked, prefix="--"):
 
 def main(argv: Sequence[str]) -> int:
     """Measures for some seconds, and keeps the best that was ever seen of each number."""
-    options = override(RooflineOptions(), argv, "python -m jaxspec.bench roofline", ABOUT)
+    options = override_settings(RooflineOptions(), argv, "python -m jaxspec.bench roofline", ABOUT)
     meshes.prepare_devices(1)
     meshes.count_devices()  # says it where there is none
-    cpu = jax.default_backend() == "cpu"
-    read = {
-        mib: _read_by_threads(mib, meshes.cores()) if cpu else read_rate(mib) for mib in SIZES_MIB
+    on_cpu = jax.default_backend() == "cpu"
+    read_rates = {
+        mib: _threaded_read_rate(mib, meshes.cores()) if on_cpu else read_rate(mib)
+        for mib in SIZES_MIB
     }
-    found = Roofline(read, product_rate(jnp.dtype(options.dtype)))
-    before = remembered(options.dtype) or found
-    rates = {
-        mib: max(rate, before.bytes_per_s.get(mib, 0)) for mib, rate in found.bytes_per_s.items()
+    current = Roofline(read_rates, product_rate(jnp.dtype(options.dtype)))
+    previous = read_roofline(options.dtype) or current
+    best_rates = {
+        mib: max(rate, previous.bytes_per_s.get(mib, 0))
+        for mib, rate in current.bytes_per_s.items()
     }
-    best = Roofline(rates, max(found.flops_per_s, before.flops_per_s))
-    file = _file(options.dtype)
-    write_whole(file, json.dumps(best._asdict()))
+    best = Roofline(best_rates, max(current.flops_per_s, previous.flops_per_s))
+    file = _roofline_file(options.dtype)
+    write_text_atomic(file, json.dumps(best._asdict()))
     table = Table(
         box=box.SIMPLE,
         title="what is read again and again",
@@ -183,20 +193,22 @@ def main(argv: Sequence[str]) -> int:
     )
     for title in ("MiB", "GB/s now", "GB/s at best"):
         table.add_column(title, justify="right")
-    for mib, rate in found.bytes_per_s.items():
+    for mib, rate in current.bytes_per_s.items():
         table.add_row(str(mib), f"{rate / 1e9:.1f}", f"{best.bytes_per_s[mib] / 1e9:.1f}")
     Screen().print(table)
     print(
-        f"{options.dtype} products: {found.flops_per_s / 1e9:.0f} GFLOP/s now,"
+        f"{options.dtype} products: {current.flops_per_s / 1e9:.0f} GFLOP/s now,"
         f" {best.flops_per_s / 1e9:.0f} at best; kept in {file}"
     )
-    about = {
+    context = {
         "machine": meshes.machine(meshes.make_mesh(1, 1)),
-        "versions": versions(),
+        "versions": package_versions(),
         "dtype": options.dtype,
     }
     print(
-        json.dumps({"bench": "roofline", "now": found._asdict(), "best": best._asdict()} | about),
+        json.dumps(
+            {"bench": "roofline", "now": current._asdict(), "best": best._asdict()} | context
+        ),
         flush=True,
     )
     return 0

@@ -15,15 +15,23 @@ from rich import box
 from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.bench.loaded import Loaded, check_logprob, load
-from jaxspec.bench.measure import Timed, check_model, common, process_seconds, timed
-from jaxspec.bench.roofline import remembered, work_of
+from jaxspec.bench.loaded import LoadedCheckpoint, fixed_text_logprob, load_checkpoint
+from jaxspec.bench.measure import (
+    CallTimings,
+    common_fields,
+    process_age_seconds,
+    require_model,
+    time_calls,
+)
+from jaxspec.bench.roofline import decode_work, read_roofline
 from jaxspec.bench.workload import StepOptions
-from jaxspec.config.cli import override
-from jaxspec.config.settings import numbers_of
+from jaxspec.config.cli import override_settings
+from jaxspec.config.settings import parse_range
+from jaxspec.host.comparison import compare
+from jaxspec.host.programs import abstract, ahead, put
 from jaxspec.host.round_cost import with_chooser
-from jaxspec.host.runner import Runner, abstract, ahead, compare, put, staged_step, whole_step
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.run.schedules import Runner, staged_step, whole_step
 from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
 from jaxspec.step import Step
 from jaxspec.system.progress import Screen
@@ -45,106 +53,112 @@ class Stepper:
     """Steps one after the other, each from the weights that the one before it left."""
 
     def __init__(
-        self, loaded: Loaded, step: Step, runner: Runner, numbers: range = range(0)
+        self, loaded: LoadedCheckpoint, step: Step, runner: Runner, profiled_calls: range = range(0)
     ) -> None:
-        """Traces the calls of `numbers`."""
-        self._count = loaded.job.config.batch.prompts
+        """Traces the calls of `profiled_calls`."""
+        self._prompt_count = loaded.job.config.batch.prompts
         self._loaded, self._runner = loaded, runner
         self.profiler = Profiler(
-            numbers, Path("trace-step.json.gz"), tuple(runner.programs.values()), print
+            profiled_calls, Path("trace-step.json.gz"), tuple(runner.programs.values()), print
         )
-        self._like = abstract(step, self._count)[1]
-        self.finished = put(step.nothing_finished(loaded.options.batch), self._like)
+        self._template = abstract(step, self._prompt_count)[1]
+        self.finished = put(step.nothing_finished(loaded.options.batch), self._template)
         # Whoever steps gives its state away, and another one may still want these weights.
         network = loaded.network if step.generator.draft else None
         weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, network))
         state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(
             *weights
         )
-        self.state, self._step = with_chooser(step, state, self.prompts(0)), step
-        self.seconds: list[dict[str, float]] = []
+        self.state, self._step = with_chooser(step, state, self.encode_prompts(0)), step
+        self.phase_seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
-        self.read: list[np.ndarray] = []
+        self.read_lengths: list[np.ndarray] = []
         """Positions of each row that its learning reads, by call."""
-        self.tokens: list[int] = []
+        self.new_tokens: list[int] = []
         """New tokens, by call."""
-        self.generated: list[dict[str, float]] = []
+        self.rollout_metrics: list[dict[str, float]] = []
         """What each rollout was like."""
-        self.learnt: dict[str, float] = {}
+        self.learner_metrics: dict[str, float] = {}
         """What the last learning was like."""
 
-    def prompts(self, number: int) -> Prompts:
+    def encode_prompts(self, call_index: int) -> Prompts:
         """The prompts of a call."""
-        return self._loaded.prompts(self._loaded.texts(self._count, number), number)
+        return self._loaded.encode_prompts(
+            self._loaded.prompt_texts(self._prompt_count, call_index), call_index
+        )
 
-    def __call__(self, number: int) -> None:
+    def __call__(self, call_index: int) -> None:
         """Learns from the rollout of the call before, generates the next, and scores it."""
-        began = time.perf_counter()
-        prompts = self.prompts(number)
-        data = {"time/data": time.perf_counter() - began}
-        with self.profiler.call(number):
+        start_time = time.perf_counter()
+        prompts = self.encode_prompts(call_index)
+        data_seconds = {"time/data": time.perf_counter() - start_time}
+        with self.profiler.trace_call(call_index):
             result = self._runner(self.state, self.finished, prompts, lambda _: False)
         assert result.rollout is not None, "nobody asked to stop"
-        began = time.perf_counter()
-        rewards = put(self._rewards(result.rollout), self._like.rewards)
+        start_time = time.perf_counter()
+        rewards = put(self._score_digits(result.rollout), self._template.rewards)
         lengths = np.asarray(result.rollout.lengths)
-        ended = np.isin(np.asarray(result.rollout.status), (EOS, LENGTH))
-        read = np.where(ended, lengths - 1, 0).astype(np.int32)
-        plan = self._step.planned(read)
-        like = self._like.valid, self._like.plan, self._like.learn
-        valid, plan, learn = put((ended, plan, True), like)
+        is_complete = np.isin(np.asarray(result.rollout.status), (EOS, LENGTH))
+        read_lengths = np.where(is_complete, lengths - 1, 0).astype(np.int32)
+        plan = self._step.planned(read_lengths)
+        template = self._template.valid, self._template.plan, self._template.learn
+        valid, plan, learn = put((is_complete, plan, True), template)
         self.state = result.state
         self.finished = Finished(
             rollout=result.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn
         )
-        score = {"time/score": time.perf_counter() - began}
-        phases = {
-            name: seconds for name, seconds in result.learnt.items() if name.startswith("time/")
+        score_seconds = {"time/score": time.perf_counter() - start_time}
+        learner_seconds = {
+            name: seconds for name, seconds in result.learned.items() if name.startswith("time/")
         }
-        self.seconds.append(phases | result.seconds | score | data)
-        self.generated.append(result.generated)
-        self.learnt = result.learnt
-        self.read.append(read)
-        self.tokens.append(int(np.sum(lengths - np.asarray(result.rollout.prompt_lengths))))
+        self.phase_seconds.append(learner_seconds | result.seconds | score_seconds | data_seconds)
+        self.rollout_metrics.append(result.generated)
+        self.learner_metrics = result.learned
+        self.read_lengths.append(read_lengths)
+        self.new_tokens.append(int(np.sum(lengths - np.asarray(result.rollout.prompt_lengths))))
 
-    def _rewards(self, rollout: Rollout) -> np.ndarray:
+    def _score_digits(self, rollout: Rollout) -> np.ndarray:
         """The share of digits in each answer's text."""
-        tokens, starts, ends = (
+        tokens, prompt_lengths, lengths = (
             np.asarray(leaf) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
         texts = [
-            self._loaded.job.tokenizer.decode(row[start:end].tolist())
-            for row, start, end in zip(tokens, starts, ends, strict=True)
+            self._loaded.job.tokenizer.decode(row[prompt_length:length].tolist())
+            for row, prompt_length, length in zip(tokens, prompt_lengths, lengths, strict=True)
         ]
         shares = [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts]
         return np.array(shares, np.float32)
 
 
-def in_phases(loaded: Loaded, step: Step, repeats: int) -> tuple[Stepper, Runner, dict[str, float]]:
+def time_phases(
+    loaded: LoadedCheckpoint, step: Step, repeats: int
+) -> tuple[Stepper, Runner, dict[str, float]]:
     """Steps phase by phase, and the median seconds of each phase after the two steps that warm
     up."""
     runner = staged_step(step, loaded.job.config.batch.prompts)
     stepper = Stepper(loaded, step, runner)
-    for number in range(2 + repeats):
-        stepper(number)
+    for call_index in range(2 + repeats):
+        stepper(call_index)
 
-    def median(name: str) -> float:
-        return float(np.median([each[f"time/{name}"] for each in stepper.seconds[2:]]))
+    def median_seconds(name: str) -> float:
+        return float(np.median([seconds[f"time/{name}"] for seconds in stepper.phase_seconds[2:]]))
 
-    return stepper, runner, {name: median(name) for name in PHASES}
+    return stepper, runner, {name: median_seconds(name) for name in PHASES}
 
 
-def acceptance_length(stepper: Stepper) -> float:
+def mean_acceptance_length(stepper: Stepper) -> float:
     """Mean tokens kept a round that had a draft, over the rollouts after the two that warm up."""
-    return float(np.mean([each["rollout/acceptance_length"] for each in stepper.generated[2:]]))
+    return float(
+        np.mean([metrics["rollout/acceptance_length"] for metrics in stepper.rollout_metrics[2:]])
+    )
 
 
-def share_of_generation(phases: dict[str, float]) -> float:
+def generation_share(phases: dict[str, float]) -> float:
     """Of the seconds of all phases."""
     return phases["generate"] / sum(phases.values())
 
 
-def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
+def time_logprob_pass(stepper: Stepper, step: Step, repeats: int) -> float:
     """Median seconds of a forward pass over the last rollout, which others make to have the old
     logprobs and jaxspec does not."""
 
@@ -152,146 +166,178 @@ def logprob_seconds(stepper: Stepper, step: Step, repeats: int) -> float:
         return step.learner.evaluate(state.learner.policy.network, step.batch_of(finished))
 
     program, _ = ahead(forward, stepper.state, stepper.finished)
-    taken = []
+    pass_seconds = []
     for _ in range(repeats + 1):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         jax.block_until_ready(program(stepper.state, stepper.finished))
-        taken.append(time.perf_counter() - began)
-    return float(np.median(taken[1:]))
+        pass_seconds.append(time.perf_counter() - start_time)
+    return float(np.median(pass_seconds[1:]))
 
 
-def learning_work(model: ModelSpec, read: np.ndarray) -> float:
+def learning_flops(model: ModelSpec, read_lengths: np.ndarray) -> float:
     """Floating-point operations of a forward and a backward pass over rows of so many positions,
     head and causal attention included."""
-    one = work_of(model, 1, 0.0, 4).flops  # a position that attends to itself alone
-    attention = 4 * model.layers * model.heads * model.head_size * (read - 1) / 2
-    return float(np.sum(3 * read * (one + attention)))
+    token_flops = decode_work(model, 1, 0.0, 4).flops  # a position that attends to itself alone
+    attention_flops = 4 * model.layers * model.heads * model.head_size * (read_lengths - 1) / 2
+    return float(np.sum(3 * read_lengths * (token_flops + attention_flops)))
 
 
-def speculation(
-    loaded: Loaded, options: StepOptions, whole: Stepper, taken: Timed, logprob: float
+def measure_speculation(
+    loaded: LoadedCheckpoint,
+    options: StepOptions,
+    stepper: Stepper,
+    timings: CallTimings,
+    logprob_seconds: float,
 ) -> dict[str, float]:
     """The same step by plain decoding, and what speculation is worth: of generation, of the step,
     and of a step with a logprob pass; and what its rounds cost, both ways."""
     step = loaded.job.step
-    alone = dataclasses.replace(step, generator=step.generator.plain(), fresh_draft=lambda: None)
+    plain_step = dataclasses.replace(
+        step, generator=step.generator.plain(), fresh_draft=lambda: None
+    )
     learner = dataclasses.replace(step.learner, objective=None, taps=())
-    alone = dataclasses.replace(alone, learner=learner)
-    stepper = Stepper(loaded, alone, whole_step(alone, loaded.job.config.batch.prompts))
-    plain = timed(stepper, options.repeats, options.budget)
+    plain_step = dataclasses.replace(plain_step, learner=learner)
+    plain_stepper = Stepper(
+        loaded, plain_step, whole_step(plain_step, loaded.job.config.batch.prompts)
+    )
+    plain_timings = time_calls(plain_stepper, options.repeats, options.budget)
     # which the draft has learnt nothing of
-    made = compare(step, whole.state, whole.prompts(len(whole.seconds)))
-    generation = made.plain_seconds / made.spec_seconds
+    comparison = compare(step, stepper.state, stepper.encode_prompts(len(stepper.phase_seconds)))
+    generation_speedup = comparison.plain_seconds / comparison.spec_seconds
     return {
-        "plain_step_s": plain.seconds,
-        "plain_generation_share": share_of_generation(in_phases(loaded, alone, options.repeats)[2]),
-        "speedup_generation": generation,
-        "speedup_step": plain.seconds / taken.seconds,
-        "speedup_step_with_logprob": (plain.seconds + logprob) / (taken.seconds + logprob),
-        "round_cost": made.round_cost,
-        "round_cost_of_the_paper": acceptance_length(whole) / generation,
+        "plain_step_s": plain_timings.seconds,
+        "plain_generation_share": generation_share(
+            time_phases(loaded, plain_step, options.repeats)[2]
+        ),
+        "speedup_generation": generation_speedup,
+        "speedup_step": plain_timings.seconds / timings.seconds,
+        "speedup_step_with_logprob": (plain_timings.seconds + logprob_seconds)
+        / (timings.seconds + logprob_seconds),
+        "round_cost": comparison.round_cost,
+        "round_cost_of_the_paper": mean_acceptance_length(stepper) / generation_speedup,
     }
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
-    options = override(StepOptions(), argv, "python -m jaxspec.bench step --model DIR", ABOUT)
-    check_model(options.model, "step")
-    seconds = {"import": process_seconds()}
-    began = time.perf_counter()
-    loaded = load(options.workload(), options.group, options.learning)
-    step, prompts = loaded.job.step, loaded.job.config.batch.prompts
-    agreed = check_logprob(loaded)
-    seconds["load"] = time.perf_counter() - began
-    began = time.perf_counter()
-    whole = Stepper(
-        loaded, step, whole_step(step, prompts), numbers_of("--profile", options.profile)
+    options = override_settings(
+        StepOptions(), argv, "python -m jaxspec.bench step --model DIR", ABOUT
     )
-    compile_seconds = time.perf_counter() - began
-    with contextlib.closing(whole.profiler):
-        taken = timed(whole, options.repeats, options.budget)
-    staged, runner, phases = in_phases(loaded, step, options.repeats)
-    logprob = logprob_seconds(staged, step, options.repeats)
-    told = speculation(loaded, options, whole, taken, logprob) if options.draft != "none" else {}
-    works = [learning_work(loaded.job.config.model, read) for read in staged.read[1:-1]]
-    work, best = np.mean(works), remembered(options.dtype)
+    require_model(options.model, "step")
+    startup_seconds = {"import": process_age_seconds()}
+    start_time = time.perf_counter()
+    loaded = load_checkpoint(options.generate_options(), options.group, options.adapt_config)
+    step, prompts = loaded.job.step, loaded.job.config.batch.prompts
+    fixed_logprob = fixed_text_logprob(loaded)
+    startup_seconds["load"] = time.perf_counter() - start_time
+    start_time = time.perf_counter()
+    stepper = Stepper(
+        loaded, step, whole_step(step, prompts), parse_range("--profile", options.profile)
+    )
+    compile_seconds = time.perf_counter() - start_time
+    with contextlib.closing(stepper.profiler):
+        timings = time_calls(stepper, options.repeats, options.budget)
+    phased_stepper, runner, phase_seconds = time_phases(loaded, step, options.repeats)
+    logprob_seconds = time_logprob_pass(phased_stepper, step, options.repeats)
+    speculation = (
+        measure_speculation(loaded, options, stepper, timings, logprob_seconds)
+        if options.draft != "none"
+        else {}
+    )
+    step_flops = [
+        learning_flops(loaded.job.config.model, read_lengths)
+        for read_lengths in phased_stepper.read_lengths[1:-1]
+    ]
+    mean_flops, roofline = np.mean(step_flops), read_roofline(options.dtype)
     # the work is the policy's; the seconds are a draft's too
-    rate = None if step.learner.objective else work / phases["train"]
+    flops_per_second = None if step.learner.objective else mean_flops / phase_seconds["train"]
     memory = runner.programs["train"].memory_analysis()
     beta = loaded.job.config.kl.beta
     # the reference is read by such a pass, which is part of learning
-    ref = logprob if beta else 0.0
-    line = {
-        **common("grpo_step", options, taken, round(np.mean(whole.tokens[2:]))),
+    reference_seconds = logprob_seconds if beta else 0.0
+    record = {
+        **common_fields("grpo_step", options, timings, round(np.mean(stepper.new_tokens[2:]))),
         "group": options.group,
         "algorithm": options.algorithm,
         "beta": beta,
-        "phases_s": {**seconds, "first_call": compile_seconds + taken.first, **phases, "ref": ref},
-        "logprob_pass_s": logprob,
-        "generation_share": share_of_generation(phases),
-        "packing": staged.learnt["learner/packing"],
+        "phases_s": {
+            **startup_seconds,
+            "first_call": compile_seconds + timings.first_seconds,
+            **phase_seconds,
+            "ref": reference_seconds,
+        },
+        "logprob_pass_s": logprob_seconds,
+        "generation_share": generation_share(phase_seconds),
+        "packing": phased_stepper.learner_metrics["learner/packing"],
         "micro_batch": step.learner.tokens,
-        "learning_flops_per_s": rate,
-        "learning_roofline_share": rate / best.flops_per_s if rate and best else None,
+        "learning_flops_per_s": flops_per_second,
+        "learning_roofline_share": flops_per_second / roofline.flops_per_s
+        if flops_per_second and roofline
+        else None,
         "learning_temporary_bytes": memory.temp_size_in_bytes if memory else None,
-        **told,
+        **speculation,
         "compile_s": compile_seconds,
-        "check_logprob": agreed,
-        "acceptance_length": acceptance_length(whole),
+        "check_logprob": fixed_logprob,
+        "acceptance_length": mean_acceptance_length(stepper),
         "machine": meshes.machine(loaded.job.mesh),
     }
-    Screen().print(_table(line))
-    print(json.dumps(line))
+    Screen().print(_step_table(record))
+    print(json.dumps(record))
     return 0
 
 
-def _table(line: dict[str, Any]) -> Table:
+def _step_table(record: dict[str, Any]) -> Table:
     """What a step takes, for rich to print."""
     table = Table(
         box=box.SIMPLE,
         show_header=False,
-        title=f"one step of {line['model']}",
+        title=f"one step of {record['model']}",
         title_justify="left",
         padding=0,
         show_edge=False,
     )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    phases = line["phases_s"]
+    phases = record["phases_s"]
     table.add_row(
-        "step", f"{line['wall_s']:.3f} s as one program{' (noisy)' if line['noisy'] else ''}"
+        "step", f"{record['wall_s']:.3f} s as one program{' (noisy)' if record['noisy'] else ''}"
     )
     table.add_row("phases", ", ".join(f"{name} {phases[name]:.3f}" for name in PHASES))
-    table.add_row("generation", f"{line['generation_share']:.0%} of the phases")
-    rate, share = line["learning_flops_per_s"], line["learning_roofline_share"]
-    of_best = (
+    table.add_row("generation", f"{record['generation_share']:.0%} of the phases")
+    rate, share = record["learning_flops_per_s"], record["learning_roofline_share"]
+    share_text = (
         f", {share:.0%} of what this machine's products reach"
         if share
         else " (run bench roofline for its share)"
     )
-    outcome = f"{rate / 1e9:,.0f} GFLOP/s{of_best}; " if rate else ""
-    packing = (
-        f"{line['packing']:.0%} of its positions are text, micro-batches of {line['micro_batch']}"
+    rate_text = f"{rate / 1e9:,.0f} GFLOP/s{share_text}; " if rate else ""
+    packing_text = (
+        f"{record['packing']:.0%} of its positions are text, micro-batches of"
+        f" {record['micro_batch']}"
     )
-    table.add_row("learning", f"{outcome}{packing}")
-    made = "made for the reference policy" if line["beta"] else "not made"
-    table.add_row("logprob pass", f"{line['logprob_pass_s']:.3f} s, {made}")
-    if "plain_step_s" in line:
-        gains = f"generation {line['speedup_generation']:.2f}, step {line['speedup_step']:.2f}"
+    table.add_row("learning", f"{rate_text}{packing_text}")
+    pass_text = "made for the reference policy" if record["beta"] else "not made"
+    table.add_row("logprob pass", f"{record['logprob_pass_s']:.3f} s, {pass_text}")
+    if "plain_step_s" in record:
+        gain_text = (
+            f"generation {record['speedup_generation']:.2f}, step {record['speedup_step']:.2f}"
+        )
         table.add_row(
             "speculation",
-            f"{gains}, with a logprob pass {line['speedup_step_with_logprob']:.2f} times as fast",
+            f"{gain_text}, with a logprob pass {record['speedup_step_with_logprob']:.2f} times as"
+            " fast",
         )
         table.add_row(
             "plain",
-            f"step {line['plain_step_s']:.3f} s, of which generation takes"
-            f" {line['plain_generation_share']:.0%}",
+            f"step {record['plain_step_s']:.3f} s, of which generation takes"
+            f" {record['plain_generation_share']:.0%}",
         )
-        cost = (
-            f"{line['round_cost']:.2f} (a round's seconds over a plain step's),"
-            f" {line['round_cost_of_the_paper']:.2f} (acceptance length"
+        cost_text = (
+            f"{record['round_cost']:.2f} (a round's seconds over a plain step's),"
+            f" {record['round_cost_of_the_paper']:.2f} (acceptance length"
         )
         table.add_row(
-            "round cost", f"{cost} {line['acceptance_length']:.2f} over generation's speed-up)"
+            "round cost",
+            f"{cost_text} {record['acceptance_length']:.2f} over generation's speed-up)",
         )
     return table

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import Budget
 from jaxspec.config.algorithms import AlgorithmName, with_algorithm
-from jaxspec.config.check import check, require_countable
-from jaxspec.config.from_checkpoint import resolved
+from jaxspec.config.check import check_config, require_countable
+from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.config.settings import (
     BatchConfig,
     Config,
@@ -26,23 +26,23 @@ from jaxspec.config.settings import (
     SftConfig,
     Temperature,
     VerifyRule,
-    numbers_of,
+    parse_range,
 )
 from jaxspec.drafts.kinds import kind_of
-from jaxspec.inputs.checked import Checked, Range, called, require
+from jaxspec.inputs.checked import CheckedConfig, Range, require, translate_settings
 from jaxspec.inputs.spec import Count, ModelConfig, Natural
 
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
-GroupSize = Annotated[int, Range(least=2, remedy="a group advantage needs two answers")]
-Length = DraftLength | Literal["auto"]
-PromptLength = Annotated[int, Range(least=2)]
+GroupSize = Annotated[int, Range(min=2, remedy="a group advantage needs two answers")]
+LengthSetting = DraftLength | Literal["auto"]
+PromptLength = Annotated[int, Range(min=2)]
 SYNTHETIC_LENGTH = 3
 """Drafts of the round that `synthetic_acceptance` speaks of."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Checked, prefix="--"):
+class GenerateOptions(CheckedConfig, prefix="--"):
     """What `bench generate` runs."""
 
     model: str = ""
@@ -61,15 +61,15 @@ class GenerateOptions(Checked, prefix="--"):
     """What proposes tokens."""
     draft_path: str = ""
     """Folder of a trained draft; empty: random weights, which nothing is accepted of."""
-    draft_length: Length = 3
+    draft_length: LengthSetting = 3
     """Tokens drafted a round (K); `auto`: each round chooses."""
     draft_vocab: Natural = 0
     """EAGLE-3 with random weights: size of the draft's own vocabulary; 0: the policy's."""
     verify: VerifyRule = "block"
     """Lossless rule."""
-    synthetic_acceptance: Annotated[
-        float, Range(least=1, most=SYNTHETIC_LENGTH + 1, or_zero=True)
-    ] = 0.0
+    synthetic_acceptance: Annotated[float, Range(min=1, max=SYNTHETIC_LENGTH + 1, or_zero=True)] = (
+        0.0
+    )
     """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really
     accepted."""
     lengths: tuple[DraftLength, ...] = ()
@@ -100,38 +100,44 @@ class GenerateOptions(Checked, prefix="--"):
         )
         rows = max(self.batch, *self.live, 1)
         require_countable(f"--batch {self.batch} (or --live):", rows, self.prompt + self.new)
-        calls, first = self.repeats + 2, numbers_of("--profile", self.profile).start
-        late = f"--profile is {self.profile!r}, and only calls 0 to {calls - 1} are sure to be made"
-        require(
-            first < calls,
-            f"{late} (two to warm up, and --repeats {self.repeats}); begin at one of them",
+        call_count, first_call = self.repeats + 2, parse_range("--profile", self.profile).start
+        problem = (
+            f"--profile is {self.profile!r}, and only calls 0 to {call_count - 1} are sure to be"
+            " made"
         )
-        needs = (
+        require(
+            first_call < call_count,
+            f"{problem} (two to warm up, and --repeats {self.repeats}); begin at one of them",
+        )
+        remedy = (
             "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
         )
         has_vocab = "rollout.draft.vocab" in kind_of(self.draft).settings
-        learned = kind_of(self.draft).learned is not None
-        draws = learned and self.temperature > 0
-        require(draws or not self.synthetic_acceptance, f"--synthetic_acceptance {needs}")
-        for fact, holds, names in (
+        is_learned = kind_of(self.draft).learned is not None
+        is_sampled = is_learned and self.temperature > 0
+        require(is_sampled or not self.synthetic_acceptance, f"--synthetic_acceptance {remedy}")
+        for condition, applies, names in (
             ("--draft none", self.draft == "none", "draft_length draft_path draft_vocab lengths"),
             # coupled noise differs even there
             ("--draft none", self.draft == "none" and self.verify == "token", "verify"),
-            (f"--draft {self.draft}", not learned, "draft_path"),
+            (f"--draft {self.draft}", not is_learned, "draft_path"),
             (f"--draft {self.draft}", not has_vocab, "draft_vocab"),
             ("--draft_path, whose files say it,", bool(self.draft_path), "draft_vocab"),
             ("no --live", not self.live, "lengths"),
         ):
-            vain = ", ".join(
+            unused_options = ", ".join(
                 f"--{name}"
                 for name in names.split()
                 if getattr(self, name) != getattr(type(self), name)
             )
-            require(not (holds and vain), f"with {fact} there is no use for {vain}; leave it out")
-        longest = max(self.lengths, default=0)
+            require(
+                not (applies and unused_options),
+                f"with {condition} there is no use for {unused_options}; leave it out",
+            )
+        max_length = max(self.lengths, default=0)
         require(
-            longest < self.new,
-            f"--lengths has {longest}, and --new is {self.new}: a draft must be shorter than an"
+            max_length < self.new,
+            f"--lengths has {max_length}, and --new is {self.new}: a draft must be shorter than an"
             " answer; lower it",
         )
 
@@ -152,7 +158,9 @@ OPTIONS = {
 """What the settings of the config that is made of the options are called among these."""
 
 
-def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -> ResolvedConfig:
+def config_from_options(
+    options: GenerateOptions, group: int, log: Callable[[str], Any]
+) -> ResolvedConfig:
     """The options as a run's config; a group of one is no group to learn from, and every answer is
     to a prompt of its own."""
     draft = DraftConfig(
@@ -172,7 +180,7 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
             slots=max(options.batch, *options.live, 1), page_size=options.page_size
         ),
     )
-    asked = Config(
+    requested = Config(
         seed=options.seed,
         model=ModelConfig(path=options.model, dtype=options.dtype),
         rollout=rollout,
@@ -183,14 +191,14 @@ def config_of(options: GenerateOptions, group: int, say: Callable[[str], Any]) -
         # nothing is trained by it; a vocabulary of the draft's own calls for it
         offline=OfflineConfig(samples=2, rows=1),
     )
-    with called(OPTIONS):
-        config = resolved(asked, say)
-        check(config, 1)  # of the mesh, `mesh_for` makes one that fits
+    with translate_settings(OPTIONS):
+        config = resolve_config(requested, log)
+        check_config(config, 1)  # of the mesh, `choose_mesh` makes one that fits
     return config
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(Checked, prefix="--"):
+class StepOptions(CheckedConfig, prefix="--"):
     """What to measure."""
 
     model: str = ""
@@ -201,7 +209,7 @@ class StepOptions(Checked, prefix="--"):
     """Answers to each prompt (G)."""
     algorithm: AlgorithmName | Literal["default"] = "default"
     """What `--algorithm` of a run sets for advantages and loss; every rollout is a batch."""
-    beta: Annotated[float, Range(least=0)] = 0.0
+    beta: Annotated[float, Range(min=0)] = 0.0
     """Weight of a KL term (kl.beta); 0: as the algorithm has it."""
     prompt: PromptLength = 64
     """Prompt tokens a row; of --data, the most of them."""
@@ -216,7 +224,7 @@ class StepOptions(Checked, prefix="--"):
     """What proposes tokens."""
     draft_path: str = ""
     """Folder of a trained draft; empty: random weights."""
-    draft_length: Length = 3
+    draft_length: LengthSetting = 3
     """Tokens drafted a round (K); `auto`: each round chooses."""
     verify: VerifyRule = "block"
     """Lossless rule."""
@@ -241,20 +249,20 @@ class StepOptions(Checked, prefix="--"):
     ./trace-step.json.gz. Empty: none."""
 
     def check(self) -> None:
-        whole = self.batch >= self.group and self.batch % self.group == 0
+        is_multiple = self.batch >= self.group and self.batch % self.group == 0
         require(
-            whole,
+            is_multiple,
             f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every"
             " prompt has all its answers",
         )
-        learned = kind_of(self.draft).learned is not None
+        is_learned = kind_of(self.draft).learned is not None
         require(
-            learned or self.online,
+            is_learned or self.online,
             f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"
             " leave it out",
         )
 
-    def learning(self, config: ResolvedConfig) -> ResolvedConfig:
+    def adapt_config(self, config: ResolvedConfig) -> ResolvedConfig:
         """A run's config that asks and learns as is wanted."""
         if self.algorithm != "default":
             config = with_algorithm(config, self.algorithm)
@@ -267,8 +275,11 @@ class StepOptions(Checked, prefix="--"):
             draft_training=replace(config.draft_training, online=self.online),
         )
 
-    def workload(self) -> GenerateOptions:
+    def generate_options(self) -> GenerateOptions:
         """The generation of such a step."""
-        texts, calls = "model batch prompt new dtype threads", "repeats budget seed profile"
-        shared = f"{texts} draft draft_path draft_length verify {calls}".split()
-        return GenerateOptions(**{name: getattr(self, name) for name in shared})
+        size_names, call_names = (
+            "model batch prompt new dtype threads",
+            "repeats budget seed profile",
+        )
+        shared_names = f"{size_names} draft draft_path draft_length verify {call_names}".split()
+        return GenerateOptions(**{name: getattr(self, name) for name in shared_names})

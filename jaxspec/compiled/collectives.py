@@ -18,90 +18,96 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_ENOUGH = 8
+_SAMPLED_GROUPS = 8
 """Groups that are looked at: all are alike."""
-_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,{} ]*\})?)\}")
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}")
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,{} ]*\})?)\}")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PERMUTE_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
-def kind_of(instruction: Instruction) -> str:
+def collective_kind(op: Instruction) -> str:
     """The kind of a collective, begun or whole; empty for everything else."""
-    name = instruction.opcode.removesuffix("-start")
+    name = op.opcode.removesuffix("-start")
     return name if name in KINDS else ""
 
 
-def groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
+def parse_device_groups(attributes: str, device_count: int) -> list[tuple[int, ...]]:
     """The groups of devices of a collective, whichever way they are written; devices are numbered
     as in the mesh, and none named are all of them."""
-    pairs = _PAIRS.search(attributes)
-    if pairs:
-        return [_numbers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
-    listed = _LISTED.search(attributes)
-    if listed:
-        found = [_numbers(group) for group in re.findall(r"\{([\d, ]+)\}", listed[1])]
-        return found or [tuple(range(devices))]
-    named = _NAMED.search(attributes)
-    if named:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        inner = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
-        dims = list(sizes.values())
-        order = [place for place in range(len(dims)) if place not in inner] + inner
-        return _rows(dims, order, (-1, math.prod(dims[place] for place in inner)))
-    iota = _IOTA.search(attributes)
-    if iota is None:
-        return [tuple(range(devices))]
-    dims = _numbers(iota[2])
-    order = _numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
-    return _rows(dims, order, _numbers(iota[1]))
+    permute_match = _PERMUTE_PAIRS.search(attributes)
+    if permute_match:
+        return [_parse_numbers(pair) for pair in re.findall(r"\{([\d,]+)\}", permute_match[1])]
+    listed_match = _LISTED_GROUPS.search(attributes)
+    if listed_match:
+        listed_groups = [
+            _parse_numbers(group) for group in re.findall(r"\{([\d, ]+)\}", listed_match[1])
+        ]
+        return listed_groups or [tuple(range(device_count))]
+    mesh_match = _MESH_GROUPS.search(attributes)
+    if mesh_match:
+        axis_sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh_match[1])}
+        group_axes = [
+            list(axis_sizes).index(name) for name in re.findall(r"'(\w+)'", mesh_match[2])
+        ]
+        dims = list(axis_sizes.values())
+        order = [axis for axis in range(len(dims)) if axis not in group_axes] + group_axes
+        return _expand_iota(dims, order, (-1, math.prod(dims[axis] for axis in group_axes)))
+    iota_match = _IOTA_GROUPS.search(attributes)
+    if iota_match is None:
+        return [tuple(range(device_count))]
+    dims = _parse_numbers(iota_match[2])
+    order = _parse_numbers(iota_match[3]) if iota_match[3] else tuple(range(len(dims)))
+    return _expand_iota(dims, order, _parse_numbers(iota_match[1]))
 
 
-def axes(instruction: Instruction, mesh: dict[str, int]) -> tuple[str, ...]:
+def collective_axes(op: Instruction, mesh: dict[str, int]) -> tuple[str, ...]:
     """The axes of the mesh, given by name and size, along which the devices of a collective's
     groups differ."""
     shape = tuple(mesh.values())
-    differ = np.zeros(len(shape), bool)
-    for group in groups(instruction.rest, math.prod(shape))[:_ENOUGH]:
-        places = np.stack(np.unravel_index(np.array(group), shape))
-        differ |= np.any(places != places[:, :1], axis=1)
-    return tuple(name for name, differs in zip(mesh, differ, strict=True) if differs)
+    is_crossed = np.zeros(len(shape), bool)
+    for group in parse_device_groups(op.attributes, math.prod(shape))[:_SAMPLED_GROUPS]:
+        coordinates = np.stack(np.unravel_index(np.array(group), shape))
+        is_crossed |= np.any(coordinates != coordinates[:, :1], axis=1)
+    return tuple(name for name, crossed in zip(mesh, is_crossed, strict=True) if crossed)
 
 
-def peers(instruction: Instruction, devices: int) -> int:
+def devices_per_group(op: Instruction, device_count: int) -> int:
     """Devices of a group."""
-    return len(groups(instruction.rest, devices)[0])
+    return len(parse_device_groups(op.attributes, device_count)[0])
 
 
-def payload(instruction: Instruction) -> int:
+def payload_bytes(op: Instruction) -> int:
     """Bytes of the whole array: of what an all-gather gives, of what a reduce-scatter takes, of
     either for the others; each device's own."""
-    results = instruction.results
+    results = op.results
     # the beginning of one lists what it takes before what it gives
-    begun = instruction.opcode.endswith("-start") and len(results) > len(instruction.operands)
-    given = results[len(instruction.operands) :] if begun else results
-    return sum(shape.bytes for shape in given)
+    is_start = op.opcode.endswith("-start") and len(results) > len(op.operands)
+    output_shapes = results[len(op.operands) :] if is_start else results
+    return sum(shape.byte_count for shape in output_shapes)
 
 
-def sent(instruction: Instruction, devices: int) -> int:
+def bytes_sent(op: Instruction, device_count: int) -> int:
     """Bytes that each device sends, as in a ring."""
-    count, kind = peers(instruction, devices), kind_of(instruction)
-    size = payload(instruction)
+    group_devices, kind = devices_per_group(op, device_count), collective_kind(op)
+    size = payload_bytes(op)
     match kind:
         case "all-reduce":
-            return 2 * size * (count - 1) // count
+            return 2 * size * (group_devices - 1) // group_devices
         case "reduce-scatter":
-            return size * (count - 1)
+            return size * (group_devices - 1)
         case "collective-permute" | "collective-broadcast":
             return size
         case _:
-            return size * (count - 1) // count
+            return size * (group_devices - 1) // group_devices
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _rows(dims: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> list[tuple[int, ...]]:
-    devices = np.arange(math.prod(dims)).reshape(tuple(dims)).transpose(tuple(order))
-    return [tuple(row) for row in devices.reshape(tuple(shape)).tolist()]
+def _expand_iota(
+    dims: Sequence[int], order: Sequence[int], shape: Sequence[int]
+) -> list[tuple[int, ...]]:
+    device_ids = np.arange(math.prod(dims)).reshape(tuple(dims)).transpose(tuple(order))
+    return [tuple(row) for row in device_ids.reshape(tuple(shape)).tolist()]

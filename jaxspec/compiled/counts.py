@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from jaxspec.compiled.collectives import axes, kind_of, sent
+from jaxspec.compiled.collectives import bytes_sent, collective_axes, collective_kind
 from jaxspec.compiled.text import Instruction, Program, Shape
 
 _DIMS = re.compile(r"(lhs|rhs)_(contracting|batch)_dims=\{([\d,]*)\}")
 _GEMM = re.compile(r'"dot_dimension_numbers":(\{[^}]*\})')
-_NOTHING = (
+_NO_KERNEL_OPCODES = (
     "parameter",
     "constant",
     "bitcast",
@@ -31,13 +31,13 @@ _NOTHING = (
     "add-dependency",
 )
 """Opcodes that no kernel is started for."""
-_INTO = ("while", "conditional", "call", "async-start")
+_CONTAINER_OPCODES = ("while", "conditional", "call", "async-start")
 """Opcodes whose computations consist of kernels themselves."""
-_SLICES = ("dynamic-slice", "slice", "gather")
-_IN_PLACE = ("dynamic-update-slice", "scatter")
+_SLICE_OPCODES = ("dynamic-slice", "slice", "gather")
+_IN_PLACE_OPCODES = ("dynamic-update-slice", "scatter")
 """Opcodes that write a part of their first operand."""
-_SAME = ("bitcast", "reshape")
-_BY_ELEMENT = (
+_VIEW_OPCODES = ("bitcast", "reshape")
+_ELEMENTWISE_OPCODES = (
     "broadcast",
     "compare",
     "convert",
@@ -51,18 +51,18 @@ _BY_ELEMENT = (
     "subtract",
 )
 """Opcodes of whose operands an element is read for one of the result, or for several."""
-ATTENTION = ("mosaic_gpu", "__gpu$xla.gpu.triton")
+ATTENTION_TARGETS = ("mosaic_gpu", "__gpu$xla.gpu.triton")
 """Beginnings of the targets of kernels that this package writes or takes from tokamax."""
 
-_OF_LOOPS = re.compile(r"of_loops/while$")
+_OUTER_LOOP = re.compile(r"of_loops/while$")
 """The scope of a loop that consists of other loops, each of which counts by itself."""
-_USUAL = re.compile(r"usually_(\d+)_turns/while$")
-_MADE = {"dkv_kernel": 4, "dq_kernel": 3, "_bwd": 5}
+_TYPICAL_TRIPS = re.compile(r"usually_(\d+)_turns/while$")
+_BACKWARD_PRODUCTS = {"dkv_kernel": 4, "dq_kernel": 3, "_bwd": 5}
 """Products that the kernels of attention's backward pass make, by what stands in their names; those
 of the forward pass make two."""
 
 
-class Exchange(NamedTuple):
+class Collective(NamedTuple):
     """Collectives that are alike."""
 
     kind: str
@@ -73,27 +73,30 @@ class Exchange(NamedTuple):
 class Cost:
     """Of running something once, on each device."""
 
-    products: float = 0.0
+    flops: float = 0.0
     """Operations of matrix products: two for each multiplication."""
     bytes: float = 0.0
     """Read and written by its kernels."""
     kernels: float = 0.0
     loops: float = 0.0
     """Loops begun by the host, which reads back at each turn whether to go on."""
-    exchanges: Counter[Exchange] = dataclasses.field(default_factory=Counter)
-    sent: Counter[Exchange] = dataclasses.field(default_factory=Counter)
+    collectives: Counter[Collective] = dataclasses.field(default_factory=Counter)
+    bytes_sent: Counter[Collective] = dataclasses.field(default_factory=Counter)
     """Bytes."""
 
-    def add(self, other: "Cost", times: float = 1.0) -> None:
+    def add_cost(self, other: "Cost", repeats: float = 1.0) -> None:
         """Something that runs so often beside this."""
-        for name in ("products", "bytes", "kernels", "loops"):
-            setattr(self, name, getattr(self, name) + times * getattr(other, name))
-        for mine, theirs in ((self.exchanges, other.exchanges), (self.sent, other.sent)):
-            for key, value in theirs.items():
-                mine[key] += value * times  # pyright: ignore[reportArgumentType]
+        for name in ("flops", "bytes", "kernels", "loops"):
+            setattr(self, name, getattr(self, name) + repeats * getattr(other, name))
+        for totals, additions in (
+            (self.collectives, other.collectives),
+            (self.bytes_sent, other.bytes_sent),
+        ):
+            for key, value in additions.items():
+                totals[key] += value * repeats  # pyright: ignore[reportArgumentType]
 
 
-class Turn(NamedTuple):
+class DynamicLoop(NamedTuple):
     """One turn of a loop that runs as often as the data ask for."""
 
     phase: str
@@ -102,237 +105,259 @@ class Turn(NamedTuple):
     cost: Cost
 
 
-class Parts(NamedTuple):
+class ProgramCosts(NamedTuple):
     """What a program consists of."""
 
-    once: dict[str, Cost]
+    phase_costs: dict[str, Cost]
     """By phase."""
-    turns: list[Turn]
+    loops: list[DynamicLoop]
 
-    def largest(self, phase: str, part: str = "") -> Turn | None:
+    def largest_loop(self, phase: str, scope: str = "") -> DynamicLoop | None:
         """The loop of a phase, or of a scope in it, with most products a turn."""
-        scopes = {part} if part else set()
-        found = [
-            turn
-            for turn in self.turns
-            if turn.phase == phase and scopes <= set(turn.scope.split("/"))
+        scopes = {scope} if scope else set()
+        candidates = [
+            loop
+            for loop in self.loops
+            if loop.phase == phase and scopes <= set(loop.scope.split("/"))
         ]
-        return max(found, key=lambda turn: turn.cost.products, default=None)
+        return max(candidates, key=lambda loop: loop.cost.flops, default=None)
 
 
-def phase_of(scope: str) -> str:
+def phase_name(scope: str) -> str:
     """The outermost name of a scope inside the function that was compiled."""
-    inside = scope.split("/")
-    return inside[1].strip("()") if len(inside) > 1 and inside[0].startswith("jit(") else ""
+    names = scope.split("/")
+    return names[1].strip("()") if len(names) > 1 and names[0].startswith("jit(") else ""
 
 
-class Counted:
+class CostCounter:
     """A program's costs, by computation, for a mesh given by its axes' names and sizes."""
 
     def __init__(self, program: Program, mesh: dict[str, int]):
         self.program, self._mesh = program, mesh
-        self._known: dict[tuple[str, float, bool], Cost] = {}
+        self._cache: dict[tuple[str, float, bool], Cost] = {}
 
-    def of(self, computation: str, around: float = 1.0, rarely: bool = False) -> Cost:
-        """The cost of a computation, which is the body of a loop of `around` trips.
+    def count_computation(
+        self, computation: str, outer_trips: float = 1.0, cheapest: bool = False
+    ) -> Cost:
+        """The cost of a computation, which is the body of a loop of `outer_trips` trips.
 
-        Of branches in it, the one that costs most counts, or with `rarely` the one that costs
+        Of branches in it, the one that costs most counts, or with `cheapest` the one that costs
         least. A loop inside that decides as it goes how often it runs may say in its scope how
         often that usually is (`kernels/grouped.py`); otherwise it is one of attention by blocks: a
         block of queries sees the blocks before it, half of all on average. One without products
         counts once.
         """
-        key = (computation, around, rarely)
-        if key not in self._known:
+        key = (computation, outer_trips, cheapest)
+        if key not in self._cache:
             cost = Cost()
-            for each in self.program.computations[computation]:
-                self._add(cost, computation, each, around, rarely)
-            self._known[key] = cost
-        return self._known[key]
+            for op in self.program.computations[computation]:
+                self._add_instruction(cost, computation, op, outer_trips, cheapest)
+            self._cache[key] = cost
+        return self._cache[key]
 
-    def _add(
-        self, cost: Cost, computation: str, each: Instruction, around: float, rarely: bool
+    def _add_instruction(
+        self, cost: Cost, computation: str, op: Instruction, outer_trips: float, cheapest: bool
     ) -> None:
-        if each.opcode in _NOTHING or each.opcode.endswith(("-done", "-update")):
+        if op.opcode in _NO_KERNEL_OPCODES or op.opcode.endswith(("-done", "-update")):
             return
-        called = self.program.called(each)
-        if each.opcode == "while":
-            turn = self._turn(each, float(each.trips or 1), rarely)
-            usual = _USUAL.search(each.scope)
-            guessed = float(usual[1]) if usual else (around + 1) / 2 if turn.products else 1.0
+        callees = self.program.find_callees(op)
+        if op.opcode == "while":
+            iteration = self._count_iteration(op, float(op.trip_count or 1), cheapest)
+            typical_match = _TYPICAL_TRIPS.search(op.scope)
+            trips = (
+                float(typical_match[1])
+                if typical_match
+                else (outer_trips + 1) / 2
+                if iteration.flops
+                else 1.0
+            )
             cost.loops += 1
-            cost.add(turn, guessed if each.trips is None else float(each.trips))
-        elif each.opcode == "conditional":
-            branches = [self.of(name, around, rarely) for name in called]
-            pick = min if rarely else max
-            cost.add(pick(branches, key=lambda branch: (branch.products, branch.bytes)))
-        elif each.opcode in _INTO and called:
-            cost.add(self.of(called[0], around, rarely))
+            cost.add_cost(iteration, trips if op.trip_count is None else float(op.trip_count))
+        elif op.opcode == "conditional":
+            branches = [self.count_computation(name, outer_trips, cheapest) for name in callees]
+            choose = min if cheapest else max
+            cost.add_cost(choose(branches, key=lambda branch: (branch.flops, branch.bytes)))
+        elif op.opcode in _CONTAINER_OPCODES and callees:
+            cost.add_cost(self.count_computation(callees[0], outer_trips, cheapest))
         else:
-            self._add_kernel(cost, computation, each)
+            self._add_kernel(cost, computation, op)
 
-    def _turn(self, loop: Instruction, around: float, rarely: bool) -> Cost:
+    def _count_iteration(self, loop: Instruction, outer_trips: float, cheapest: bool) -> Cost:
         """One turn of a loop: its body, and the condition."""
         cost = Cost()
-        for name in self.program.called(loop):
-            cost.add(self.of(name, around, rarely))
+        for name in self.program.find_callees(loop):
+            cost.add_cost(self.count_computation(name, outer_trips, cheapest))
         return cost
 
-    def _add_kernel(self, cost: Cost, computation: str, each: Instruction) -> None:
+    def _add_kernel(self, cost: Cost, computation: str, op: Instruction) -> None:
         cost.kernels += 1
-        cost.products += self.products(computation, each)
-        cost.bytes += self.bytes(computation, each)
-        kind = kind_of(each)
+        cost.flops += self.count_flops(computation, op)
+        cost.bytes += self.count_bytes(computation, op)
+        kind = collective_kind(op)
         if kind:
-            exchange = Exchange(kind, axes(each, self._mesh))
-            cost.exchanges[exchange] += 1
-            cost.sent[exchange] += sent(each, math.prod(self._mesh.values()))
+            collective = Collective(kind, collective_axes(op, self._mesh))
+            cost.collectives[collective] += 1
+            cost.bytes_sent[collective] += bytes_sent(op, math.prod(self._mesh.values()))
 
     # ---- parts
 
-    def parts(self, blocks: Mapping[str, float], rarely: Collection[str]) -> "Parts":
+    def split_by_phase(
+        self, key_blocks: Mapping[str, float], rare_phases: Collection[str]
+    ) -> "ProgramCosts":
         """What the program does once, by phase, and each of its loops that runs as often as the
         data ask for.
 
         Args:
-          blocks: by phase, of keys that attention goes through for the longest row.
-          rarely: phases in whose loops a branch stands for what seldom happens.
+          key_blocks: by phase, of keys that attention goes through for the longest row.
+          rare_phases: phases in whose loops a branch stands for what seldom happens.
         """
-        once: dict[str, Cost] = {}
-        turns: list[Turn] = []
+        phase_costs: dict[str, Cost] = {}
+        loops: list[DynamicLoop] = []
         phase = ""
-        for computation, each in self._flat(self.program.entry):
+        for computation, op in self._iterate_flat(self.program.entry):
             # what the compiler adds says nothing of where it comes from
-            phase = phase_of(each.scope) or phase
-            if each.opcode == "while" and each.trips is None:
-                cost = self._turn(each, blocks.get(phase, 1.0), phase in rarely)
-                turns.append(Turn(phase, each.scope, tuple(self.program.called(each)), cost))
+            phase = phase_name(op.scope) or phase
+            if op.opcode == "while" and op.trip_count is None:
+                cost = self._count_iteration(op, key_blocks.get(phase, 1.0), phase in rare_phases)
+                loops.append(
+                    DynamicLoop(phase, op.scope, tuple(self.program.find_callees(op)), cost)
+                )
             else:
-                self._add(once.setdefault(phase, Cost()), computation, each, 1.0, False)
-        return Parts(once, turns)
+                self._add_instruction(
+                    phase_costs.setdefault(phase, Cost()), computation, op, 1.0, False
+                )
+        return ProgramCosts(phase_costs, loops)
 
-    def _flat(self, computation: str) -> Iterator[tuple[str, Instruction]]:
+    def _iterate_flat(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """The instructions of a computation; of branches, calls, loops of loops, those inside."""
-        for each in self.program.computations[computation]:
-            of_loops = each.opcode == "while" and _OF_LOOPS.search(each.scope)
-            if of_loops or each.opcode in ("conditional", "call"):
-                for name in self.program.called(each):
-                    yield from self._flat(name)
+        for op in self.program.computations[computation]:
+            is_outer_loop = op.opcode == "while" and _OUTER_LOOP.search(op.scope)
+            if is_outer_loop or op.opcode in ("conditional", "call"):
+                for name in self.program.find_callees(op):
+                    yield from self._iterate_flat(name)
             else:
-                yield computation, each
+                yield computation, op
 
     # ---- products
 
-    def products(self, computation: str, each: Instruction) -> int:
+    def count_flops(self, computation: str, op: Instruction) -> int:
         """Operations of the matrix products of one instruction, what it fuses included."""
-        operands = self._operands(computation, each)
-        match each.opcode:
+        operands = self._operand_shapes(computation, op)
+        match op.opcode:
             case "dot":
-                said = {f"{side}_{what}": dims for side, what, dims in _DIMS.findall(each.rest)}
-                contracted = [int(place) for place in said["lhs_contracting"].split(",") if place]
-                return _product(each.results[0], operands[0], contracted)
+                dims_by_kind = {
+                    f"{side}_{kind}": dims for side, kind, dims in _DIMS.findall(op.attributes)
+                }
+                axes = [int(axis) for axis in dims_by_kind["lhs_contracting"].split(",") if axis]
+                return _dot_flops(op.results[0], operands[0], axes)
             case "custom-call":
-                return self._called_products(each, operands)
+                return self._count_call_flops(op, operands)
             case "fusion" | "fusion-start":
                 return sum(
-                    self.products(name, inner)
-                    for name in self.program.called(each)
-                    for inner in self.program.computations[name]
+                    self.count_flops(name, fused)
+                    for name in self.program.find_callees(op)
+                    for fused in self.program.computations[name]
                 )
         return 0
 
-    def _called_products(self, each: Instruction, operands: list[Shape]) -> int:
-        found = _GEMM.search(each.rest) if each.target.startswith("__cublas") else None
-        if found:
-            places = [int(place) for place in json.loads(found[1])["lhs_contracting_dimensions"]]
-            return _product(each.results[0], operands[0], places)
-        if each.target.startswith(ATTENTION):
-            return _attention(each, operands)
+    def _count_call_flops(self, op: Instruction, operands: list[Shape]) -> int:
+        match = _GEMM.search(op.attributes) if op.call_target.startswith("__cublas") else None
+        if match:
+            axes = [int(axis) for axis in json.loads(match[1])["lhs_contracting_dimensions"]]
+            return _dot_flops(op.results[0], operands[0], axes)
+        if op.call_target.startswith(ATTENTION_TARGETS):
+            return _attention_flops(op, operands)
         return 0
 
     # ---- bytes
 
-    def bytes(self, computation: str, each: Instruction) -> int:
+    def count_bytes(self, computation: str, op: Instruction) -> int:
         """Bytes that a kernel reads and writes; of what it slices or updates in place, the part."""
-        operands = self._operands(computation, each)
-        if each.opcode in ("fusion", "fusion-start"):
-            return sum(self._fused_bytes(name) for name in self.program.called(each))
-        if each.opcode in _SLICES:
-            return 2 * each.bytes
-        if each.opcode in _IN_PLACE:
-            return 2 * sum(shape.bytes for shape in operands[1:])
-        if each.opcode == "custom-call" and each.target.startswith(ATTENTION):
+        operands = self._operand_shapes(computation, op)
+        if op.opcode in ("fusion", "fusion-start"):
+            return sum(self._count_fusion_bytes(name) for name in self.program.find_callees(op))
+        if op.opcode in _SLICE_OPCODES:
+            return 2 * op.result_bytes
+        if op.opcode in _IN_PLACE_OPCODES:
+            return 2 * sum(shape.byte_count for shape in operands[1:])
+        if op.opcode == "custom-call" and op.call_target.startswith(ATTENTION_TARGETS):
             # a pool is read page by page, which its shape does not say
-            largest = max((shape.bytes for shape in operands), default=0)
-            rest = sum(shape.bytes for shape in operands if shape.bytes < largest)
-            return each.bytes + rest
-        return each.bytes + sum(shape.bytes for shape in operands)
+            pool_bytes = max((shape.byte_count for shape in operands), default=0)
+            other_bytes = sum(
+                shape.byte_count for shape in operands if shape.byte_count < pool_bytes
+            )
+            return op.result_bytes + other_bytes
+        return op.result_bytes + sum(shape.byte_count for shape in operands)
 
-    def _fused_bytes(self, name: str) -> int:
-        lines = self.program.computations[name]
+    def _count_fusion_bytes(self, computation: str) -> int:
+        instructions = self.program.computations[computation]
         users: dict[str, list[Instruction]] = {}
-        for each in lines:
-            for operand in each.operands:
-                users.setdefault(operand, []).append(each)
-        total = 0
-        for each in lines:
-            if each.opcode == "parameter":
-                total += min(each.bytes, self._read_of(each, users))
-            if each.root:
-                total += self._written(name, each)
-        return total
+        for op in instructions:
+            for operand in op.operands:
+                users.setdefault(operand, []).append(op)
+        byte_count = 0
+        for op in instructions:
+            if op.opcode == "parameter":
+                byte_count += min(op.result_bytes, self._count_read_bytes(op, users))
+            if op.is_root:
+                byte_count += self._count_written_bytes(computation, op)
+        return byte_count
 
-    def _read_of(self, source: Instruction, users: dict[str, list[Instruction]]) -> int:
+    def _count_read_bytes(self, source: Instruction, users: dict[str, list[Instruction]]) -> int:
         """Bytes that a fusion reads of one of its parameters."""
-        return -(-source.bytes * _touched(source, users) // max(_elements(source), 1))
+        return -(
+            -source.result_bytes * _count_reads(source, users) // max(_count_elements(source), 1)
+        )
 
-    def _written(self, computation: str, root: Instruction) -> int:
-        lines = self.program.by_name[computation]
-        inner = [lines[name] for name in root.operands if name in lines]
+    def _count_written_bytes(self, computation: str, root: Instruction) -> int:
+        instructions = self.program.instructions_by_name[computation]
+        inputs = [instructions[name] for name in root.operands if name in instructions]
         if root.opcode == "tuple":
-            return sum(self._written(computation, each) for each in inner)
-        if root.opcode in _SAME and inner:
-            return self._written(computation, inner[0])
-        if root.opcode in _IN_PLACE:
-            return inner[-1].bytes if root.opcode == "scatter" else inner[1].bytes
-        return root.bytes
+            return sum(self._count_written_bytes(computation, op) for op in inputs)
+        if root.opcode in _VIEW_OPCODES and inputs:
+            return self._count_written_bytes(computation, inputs[0])
+        if root.opcode in _IN_PLACE_OPCODES:
+            return inputs[-1].result_bytes if root.opcode == "scatter" else inputs[1].result_bytes
+        return root.result_bytes
 
-    def _operands(self, computation: str, each: Instruction) -> list[Shape]:
-        lines = self.program.by_name[computation]
+    def _operand_shapes(self, computation: str, op: Instruction) -> list[Shape]:
+        by_name = self.program.instructions_by_name[computation]
         return [
-            shape for name in each.operands if name in lines for shape in lines[name].results[:1]
+            shape for name in op.operands if name in by_name for shape in by_name[name].results[:1]
         ]
 
 
-def _elements(each: Instruction) -> int:
-    return sum(shape.elements for shape in each.results)
+def _count_elements(op: Instruction) -> int:
+    return sum(shape.element_count for shape in op.results)
 
 
-def _touched(source: Instruction, users: dict[str, list[Instruction]]) -> int:
+def _count_reads(source: Instruction, users: dict[str, list[Instruction]]) -> int:
     """Elements of a value that a fusion computes, or reads: those that its users ask for, of which
     some look at every element where they stand and others at a part."""
-    whole, total = _elements(source), 0
+    element_count, read_count = _count_elements(source), 0
     for user in users.get(source.name, []):
-        first = user.operands[0] == source.name
-        if user.opcode in _SLICES and first:
-            total += _elements(user) if user.root else _touched(user, users)
-        elif user.opcode in (*_SAME, *_BY_ELEMENT) and not user.root:
-            total += _touched(user, users)
-        elif user.opcode not in _IN_PLACE or not first:
-            total += whole
-    return min(whole, total)
+        is_first_operand = user.operands[0] == source.name
+        if user.opcode in _SLICE_OPCODES and is_first_operand:
+            read_count += _count_elements(user) if user.is_root else _count_reads(user, users)
+        elif user.opcode in (*_VIEW_OPCODES, *_ELEMENTWISE_OPCODES) and not user.is_root:
+            read_count += _count_reads(user, users)
+        elif user.opcode not in _IN_PLACE_OPCODES or not is_first_operand:
+            read_count += element_count
+    return min(element_count, read_count)
 
 
-def _product(result: Shape, left: Shape, contracted: list[int]) -> int:
-    return 2 * result.elements * math.prod(left.sizes[place] for place in contracted)
+def _dot_flops(result: Shape, left: Shape, contracted_axes: list[int]) -> int:
+    return 2 * result.element_count * math.prod(left.sizes[axis] for axis in contracted_axes)
 
 
-def _attention(each: Instruction, operands: list[Shape]) -> int:
+def _attention_flops(op: Instruction, operands: list[Shape]) -> int:
     """Of a kernel of causal attention among as many keys as queries, [T N H] and [T M H], of whose
     products the mask leaves half."""
-    wide = [shape for shape in operands if len(shape.sizes) in (3, 4)][:3]
-    if len(wide) < 3 or wide[0].sizes[:-2] != wide[1].sizes[:-2]:
+    head_arrays = [shape for shape in operands if len(shape.sizes) in (3, 4)][:3]
+    if len(head_arrays) < 3 or head_arrays[0].sizes[:-2] != head_arrays[1].sizes[:-2]:
         return 0
-    *rows, length, heads, size = wide[0].sizes
-    made = next((count for name, count in _MADE.items() if name in each.scope), 2)
-    return made * math.prod(rows) * heads * length * length * size
+    *batch_sizes, length, head_count, head_size = head_arrays[0].sizes
+    product_count = next(
+        (count for name, count in _BACKWARD_PRODUCTS.items() if name in op.scope), 2
+    )
+    return product_count * math.prod(batch_sizes) * head_count * length * length * head_size

@@ -12,9 +12,9 @@ from jax.experimental import topologies
 
 from jaxspec.inputs.checked import require
 
-_CUDA = "13.0.0"
+_CUDA_VERSION = "13.0.0"
 """Of the driver and the runtime: loops go into command buffers from 12.3 on."""
-RESERVED = 0.08
+RESERVED_SHARE = 0.08
 """The share of a device's memory that is not this program's: CUDA's own, and what JAX leaves."""
 
 
@@ -52,11 +52,11 @@ class Card(NamedTuple):
         return self.kind
 
     @property
-    def usable(self) -> int:
+    def usable_memory(self) -> int:
         """Bytes that a program may take."""
-        return int(self.memory * (1 - RESERVED))
+        return int(self.memory * (1 - RESERVED_SHARE))
 
-    def described(self) -> str:
+    def to_target_config(self) -> str:
         """The text of XLA's `GpuTargetConfigProto`."""
         return f"""
             gpu_device_info {{
@@ -78,8 +78,8 @@ class Card(NamedTuple):
               cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
               registers_per_core_limit: 65536
               registers_per_block_limit: 65536
-              driver_version: "{_CUDA}"
-              runtime_version: "{_CUDA}"
+              driver_version: "{_CUDA_VERSION}"
+              runtime_version: "{_CUDA_VERSION}"
             }}
             platform_name: "CUDA"
             dnn_version_info {{ major: 9 minor: 10 }}
@@ -191,11 +191,11 @@ HARDWARE: dict[str, Card] = {
     ),
 }
 """By the name that `check --hardware` takes: makers' data sheets, and what their drivers say."""
-HERE = "here"
+LOCAL_DEVICES = "here"
 """The name for the devices that JAX finds."""
 
 
-def card_of(name: str) -> Card:
+def find_card(name: str) -> Card:
     """The card of a name.
 
     Raises:
@@ -203,26 +203,26 @@ def card_of(name: str) -> Card:
     """
     require(
         name in HARDWARE,
-        f"--hardware {name} is not known; known are {', '.join([*HARDWARE, HERE])}",
+        f"--hardware {name} is not known; known are {', '.join([*HARDWARE, LOCAL_DEVICES])}",
     )
     return HARDWARE[name]
 
 
-def usual(devices: int) -> str:
+def default_hardware(device_count: int) -> str:
     """The hardware that so many devices are taken for where nothing is said: a machine of H200, or
     a part of GB200 racks."""
-    return "h200" if devices <= HARDWARE["h200"].node else "gb200"
+    return "h200" if device_count <= HARDWARE["h200"].node else "gb200"
 
 
-def plugin() -> bool:
+def has_cuda_plugin() -> bool:
     """Whether the plugin's wheels are here."""
     return any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13))
 
 
 @functools.cache
-def devices_of(card: Card, count: int) -> tuple[Any, ...]:
+def topology_devices(card: Card, count: int) -> tuple[Any, ...]:
     """So many GPUs of one machine, which are not there."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=card.described(), topology=f"1x1x{count}"
+        platform="cuda", target_config=card.to_target_config(), topology=f"1x1x{count}"
     )
     return tuple(topology.devices)

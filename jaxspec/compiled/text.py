@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_MADE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_ASSIGNMENT = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"\b(pred|bf16|[a-z]\d\w*|token|opaque)\[([\d,<= ]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -26,17 +26,17 @@ class Shape(NamedTuple):
     sizes: tuple[int, ...]
 
     @property
-    def elements(self) -> int:
+    def element_count(self) -> int:
         """How many numbers it has."""
         return math.prod(self.sizes)
 
     @property
-    def bytes(self) -> int:
+    def byte_count(self) -> int:
         """What it takes of memory."""
         if self.dtype in ("token", "opaque"):
             return 0
         bits = 8 if self.dtype == "pred" else int(_BITS.findall(self.dtype)[0])
-        return -(-self.elements * bits // 8)
+        return -(-self.element_count * bits // 8)
 
 
 class Instruction(NamedTuple):
@@ -47,32 +47,32 @@ class Instruction(NamedTuple):
     results: tuple[Shape, ...]
     operands: tuple[str, ...]
     """By name, in the same computation."""
-    rest: str
+    attributes: str
     """All that stands after the operands."""
-    root: bool
+    is_root: bool
 
     @property
     def scope(self) -> str:
         """Where it comes from: the names of functions and scopes, from outside in."""
-        found = _SCOPE.search(self.rest)
-        return found[1] if found else ""
+        match = _SCOPE.search(self.attributes)
+        return match[1] if match else ""
 
     @property
-    def target(self) -> str:
+    def call_target(self) -> str:
         """What a custom call calls."""
-        found = _TARGET.search(self.rest)
-        return found[1] if found else ""
+        match = _TARGET.search(self.attributes)
+        return match[1] if match else ""
 
     @property
-    def trips(self) -> int | None:
+    def trip_count(self) -> int | None:
         """How often a loop runs; None: the program decides as it goes."""
-        found = _TRIPS.search(self.rest)
-        return int(found[1]) if found else None
+        match = _TRIPS.search(self.attributes)
+        return int(match[1]) if match else None
 
     @property
-    def bytes(self) -> int:
+    def result_bytes(self) -> int:
         """Of its results."""
-        return sum(shape.bytes for shape in self.results)
+        return sum(shape.byte_count for shape in self.results)
 
 
 class Program:
@@ -83,82 +83,86 @@ class Program:
         self.entry = ""
         name = ""
         for line in text.splitlines():
-            head = _HEAD.match(line)
+            head = _COMPUTATION.match(line)
             if head:
                 name = head[2]
                 self.entry = name if head[1] else self.entry
                 self.computations[name] = []
-            elif name and (made := _MADE.match(line)):
-                self.computations[name].append(_read(line, made))
+            elif name and (assignment := _ASSIGNMENT.match(line)):
+                self.computations[name].append(_parse_instruction(line, assignment))
 
     @functools.cached_property
-    def by_name(self) -> dict[str, dict[str, Instruction]]:
+    def instructions_by_name(self) -> dict[str, dict[str, Instruction]]:
         """The instructions of each computation."""
         return {
-            name: {each.name: each for each in lines} for name, lines in self.computations.items()
+            name: {op.name: op for op in instructions}
+            for name, instructions in self.computations.items()
         }
 
-    def called(self, instruction: Instruction) -> list[str]:
+    def find_callees(self, op: Instruction) -> list[str]:
         """The computations that an instruction names, in order."""
-        said = instruction.rest.split(", metadata=")[0]
-        return [name for name in _NAME.findall(said) if name in self.computations]
+        attributes = op.attributes.split(", metadata=")[0]
+        return [name for name in _NAME.findall(attributes) if name in self.computations]
 
-    def instructions(self) -> Iterator[tuple[str, Instruction]]:
+    def iterate_instructions(self) -> Iterator[tuple[str, Instruction]]:
         """All of them, each with its computation's name."""
-        for name, lines in self.computations.items():
-            for each in lines:
-                yield name, each
+        for name, instructions in self.computations.items():
+            for op in instructions:
+                yield name, op
 
-    def reached(self, names: list[str]) -> set[str]:
+    def reachable_computations(self, names: list[str]) -> set[str]:
         """These computations and those that they call, however deep."""
-        waiting, seen = list(names), set()
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                waiting += [
-                    called for each in self.computations[name] for called in self.called(each)
+        pending, visited = list(names), set()
+        while pending:
+            name = pending.pop()
+            if name not in visited:
+                visited.add(name)
+                pending += [
+                    callee for op in self.computations[name] for callee in self.find_callees(op)
                 ]
-        return seen
+        return visited
 
-    def reached_from(self, is_root: Callable[[Instruction], bool]) -> set[str]:
+    def reachable_from(self, is_caller: Callable[[Instruction], bool]) -> set[str]:
         """The computations that the chosen instructions call, however deep."""
-        roots = [each for _, each in self.instructions() if is_root(each)]
-        return self.reached([name for each in roots for name in self.called(each)])
+        callers = [op for _, op in self.iterate_instructions() if is_caller(op)]
+        return self.reachable_computations(
+            [name for op in callers for name in self.find_callees(op)]
+        )
 
 
-def _read(line: str, made: re.Match[str]) -> Instruction:
-    shape_end = _after_shape(line, made.end())
+def _parse_instruction(line: str, assignment: re.Match[str]) -> Instruction:
+    shape_end = _find_shape_end(line, assignment.end())
     opcode = _OPCODE.match(line, shape_end)
     if opcode is None:  # nothing that XLA prints
-        return Instruction(made[2], "", (), (), line[shape_end:], bool(made[1]))
-    end = _closing(line, opcode.end() - 1)
-    inside = line[opcode.end() : end]
+        return Instruction(assignment[2], "", (), (), line[shape_end:], bool(assignment[1]))
+    close_position = _find_closing(line, opcode.end() - 1)
+    operand_text = line[opcode.end() : close_position]
     # what a constant holds is no operand
-    operands = () if opcode[1] == "constant" else tuple(_NAME.findall(inside))
-    rest = line[end + 1 :]
+    operands = () if opcode[1] == "constant" else tuple(_NAME.findall(operand_text))
+    attributes = line[close_position + 1 :]
     if opcode[1] == "parameter":
-        rest = f"{inside}{rest}"
+        attributes = f"{operand_text}{attributes}"
     shapes = tuple(
         Shape(dtype, tuple(int(re.sub(r"\D", "", size)) for size in sizes.split(",") if size))
-        for dtype, sizes in _ARRAY.findall(line[made.end() : shape_end])
+        for dtype, sizes in _ARRAY.findall(line[assignment.end() : shape_end])
     )
-    return Instruction(made[2], opcode[1], shapes, operands, rest, bool(made[1]))
+    return Instruction(assignment[2], opcode[1], shapes, operands, attributes, bool(assignment[1]))
 
 
-def _after_shape(line: str, start: int) -> int:
+def _find_shape_end(line: str, position: int) -> int:
     """Where the opcode stands: behind the type of the result, which may be a tuple."""
-    if line[start] == "(":
-        return _closing(line, start) + 1
-    end = line.find(" ", start)
-    return len(line) if end < 0 else end
+    if line[position] == "(":
+        return _find_closing(line, position) + 1
+    shape_end = line.find(" ", position)
+    return len(line) if shape_end < 0 else shape_end
 
 
-def _closing(line: str, start: int) -> int:
-    """The place of the parenthesis that closes the one at `start`; texts in quotes do not count."""
+def _find_closing(line: str, position: int) -> int:
+    """The place of the parenthesis that closes the one at `position`; texts in quotes do not
+    count."""
     depth = 0
-    for found in _NESTED.finditer(line, start):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
+    for token in _NESTED.finditer(line, position):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
         if depth == 0:
-            return found.start()
+            return token.start()
     return len(line)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from jaxspec.inputs.checked import Checked, Range, require
+from jaxspec.inputs.checked import CheckedConfig, Range, require
 from jaxspec.inputs.spec import Natural, Positive
 
-Weight = Annotated[float, Range(least=0)]
+Weight = Annotated[float, Range(min=0)]
 Rate = Positive | Literal["auto"]
 """A learning rate; auto: the usual one of what is trained."""
 
@@ -19,13 +19,13 @@ class UsualRate(NamedTuple):
     """A usual learning rate, and the range in which it usually is."""
 
     rate: float
-    least: float
-    most: float
+    lowest: float
+    highest: float
 
 
-FULL, ADAPTERS = UsualRate(1e-6, 1e-7, 1e-5), UsualRate(2e-5, 5e-6, 2e-4)
+FULL_RATE, ADAPTER_RATE = UsualRate(1e-6, 1e-7, 1e-5), UsualRate(2e-5, 5e-6, 2e-4)
 """Of a loaded policy: all its weights, or adapters, which start from zero and need more."""
-DRAFT = UsualRate(1e-4, 1e-5, 1e-3)
+DRAFT_RATE = UsualRate(1e-4, 1e-5, 1e-3)
 """Of a draft of a loaded policy, offline and online."""
 
 
@@ -37,20 +37,26 @@ class LearningRates(NamedTuple):
     offline: float
 
 
-SMALL = LearningRates(2e-4, 4e-4, 1e-2)
+SMALL_MODEL_RATES = LearningRates(2e-4, 4e-4, 1e-2)
 """Of models that are made here, without a checkpoint: so small that large steps pay."""
 
 
-def with_usual_rates(given: Iterable[Rate], loaded: bool, adapters: bool) -> LearningRates:
+def resolve_learning_rates(
+    rate_settings: Iterable[Rate], has_checkpoint: bool, has_adapters: bool
+) -> LearningRates:
     """Fills in the usual learning rates for `auto`, of policy, draft and its offline training."""
-    policy = ADAPTERS if adapters else FULL
-    usual = LearningRates(policy.rate, DRAFT.rate, DRAFT.rate) if loaded else SMALL
-    rates = zip(given, usual, strict=True)
-    return LearningRates(*(one if rate == "auto" else rate for rate, one in rates))
+    policy_rate = ADAPTER_RATE if has_adapters else FULL_RATE
+    usual_rates = (
+        LearningRates(policy_rate.rate, DRAFT_RATE.rate, DRAFT_RATE.rate)
+        if has_checkpoint
+        else SMALL_MODEL_RATES
+    )
+    pairs = zip(rate_settings, usual_rates, strict=True)
+    return LearningRates(*(usual if rate == "auto" else rate for rate, usual in pairs))
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageConfig(Checked, prefix="advantage."):
+class AdvantageConfig(CheckedConfig, prefix="advantage."):
     """How much better an answer is than what could be expected of its prompt."""
 
     baseline: Literal["none", "group", "leave_one_out"] = "group"
@@ -64,7 +70,7 @@ class AdvantageConfig(Checked, prefix="advantage."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig(Checked, prefix="loss."):
+class LossConfig(CheckedConfig, prefix="loss."):
     """The policy's loss at each token, and how tokens are weighed."""
 
     kind: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
@@ -106,13 +112,13 @@ class LossConfig(Checked, prefix="loss."):
             f"loss.importance_min {low:g} is not below loss.importance_max {high:g}; the usual"
             f" bounds of {self.importance} are the defaults",
         )
-        alone = (
+        cause = (
             f"loss.importance {self.importance} weighs recomputed old logprobs over recorded ones,"
             " which are the same with loss.logprobs reuse"
         )
         require(
             self.importance == "none" or self.logprobs == "recompute",
-            f"{alone}; set --loss.logprobs recompute, which costs nothing where a batch has one"
+            f"{cause}; set --loss.logprobs recompute, which costs nothing where a batch has one"
             " update",
         )
 
@@ -128,7 +134,7 @@ class LossConfig(Checked, prefix="loss."):
     @property
     def importance_bounds(self) -> tuple[float, float]:
         """Of weights, with the usual ones in place of 0."""
-        low, high = USUAL_BOUNDS[self.importance]
+        low, high = USUAL_IMPORTANCE_BOUNDS[self.importance]
         return self.importance_min or low, self.importance_max or high
 
 
@@ -139,7 +145,7 @@ USUAL_CLIPS = {
     "reinforce": (0.0, 0.0),
 }
 """Bounds of ratios below and above 1, by kind of loss; reinforce has no ratio."""
-USUAL_BOUNDS = {
+USUAL_IMPORTANCE_BOUNDS = {
     "none": (0.0, 1.0),
     "tis": (0.0, 2.0),
     "icepop": (0.5, 5.0),
@@ -149,7 +155,7 @@ USUAL_BOUNDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicSamplingConfig(Checked, prefix="dynamic_sampling."):
+class DynamicSamplingConfig(CheckedConfig, prefix="dynamic_sampling."):
     """Batches of groups whose answers differ in reward, before any is taken for length: in all
     others advantages against the group are 0."""
 
@@ -162,13 +168,13 @@ class DynamicSamplingConfig(Checked, prefix="dynamic_sampling."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlongConfig(Checked, prefix="overlong."):
+class OverlongConfig(CheckedConfig, prefix="overlong."):
     """Answers that are cut at rollout.max_new_tokens, or come near it."""
 
     filter: bool = False
     """Whether the policy learns nothing from an answer that was cut; it still counts in its group's
     baseline."""
-    buffer: Annotated[float, Range(least=0, most=1)] = 0.0
+    buffer: Annotated[float, Range(min=0, max=1)] = 0.0
     """Last part of rollout.max_new_tokens (0.2: its last fifth) in which an answer loses reward,
     along a line; 0: none does."""
     penalty: Positive = 1.0
@@ -176,11 +182,11 @@ class OverlongConfig(Checked, prefix="overlong."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KlConfig(Checked, prefix="kl."):
+class KlConfig(CheckedConfig, prefix="kl."):
     """A penalty for leaving the policy that the run began with; under LoRA, the one without
     adapters."""
 
-    beta: Annotated[float, Range(least=0, remedy="a penalty, not a reward, for leaving it")] = 0.0
+    beta: Annotated[float, Range(min=0, remedy="a penalty, not a reward, for leaving it")] = 0.0
     """Weight of the KL divergence; 0: no reference policy is kept or read."""
     estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
     """Of x = reference - policy logprob: -x, x^2 / 2, or exp(x) - 1 - x; auto: k3 in the loss, k1
@@ -192,15 +198,17 @@ class KlConfig(Checked, prefix="kl."):
     """Whether a token in the loss weighs its probability by the policy over the recorded one."""
 
     def check(self) -> None:
-        idle = self.beta > 0 and self.where == "loss" and self.estimator == "k1"
-        told = (
+        has_zero_gradient = self.beta > 0 and self.where == "loss" and self.estimator == "k1"
+        cause = (
             f"kl.estimator k1 with kl.where loss and kl.beta {self.beta:g}: the gradient of k1 is 0"
             " on average, so that nothing keeps the policy near the reference"
         )
-        require(not idle, f"{told}; set --kl.estimator k2 or k3, or --kl.where reward")
+        require(
+            not has_zero_gradient, f"{cause}; set --kl.estimator k2 or k3, or --kl.where reward"
+        )
 
     @property
-    def chosen_estimator(self) -> Literal["k1", "k2", "k3"]:
+    def active_estimator(self) -> Literal["k1", "k2", "k3"]:
         """The estimator, by its place if it is `auto`."""
         if self.estimator == "auto":
             return "k3" if self.where == "loss" else "k1"
@@ -208,16 +216,16 @@ class KlConfig(Checked, prefix="kl."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamConfig(Checked, prefix="optimizer.adam."):
+class AdamConfig(CheckedConfig, prefix="optimizer.adam."):
     """AdamW of the policy, also beside Muon. Drafts keep 0.9 and 0.95, as EAGLE trains them."""
 
-    betas: tuple[Annotated[float, Range(least=0, below=1)], ...] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Range(min=0, below=1)], ...] = (0.9, 0.999)
     """Decay of the mean of gradients, and of that of their squares, per update."""
     eps: Positive = 1e-8
     """Added to the root of the mean square."""
     decay: Literal["matrices", "all"] = "matrices"
     """What weight decay shrinks: matrices, but no norms, biases and embeddings, or all weights."""
-    schedule_floor: Annotated[float, Range(least=0, most=1)] = 0.0
+    schedule_floor: Annotated[float, Range(min=0, max=1)] = 0.0
     """Share of the learning rate at which `linear` and `cosine` end."""
 
     def check(self) -> None:
@@ -228,7 +236,7 @@ class AdamConfig(Checked, prefix="optimizer.adam."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Checked, prefix="optimizer."):
+class OptimizerConfig(CheckedConfig, prefix="optimizer."):
     """The policy's optimizer."""
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -242,7 +250,7 @@ class OptimizerConfig(Checked, prefix="optimizer."):
     adam.schedule_floor."""
     warmup_steps: Natural = 10
     """Linear warm-up of the learning rate, in updates."""
-    weight_decay: Annotated[float, Range(least=0)] = 0.0
+    weight_decay: Annotated[float, Range(min=0)] = 0.0
     """Decoupled weight decay."""
     grad_clip: Positive = 1.0
     """Global-norm clip of the policy's gradient."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from jaxspec.config.algorithm import ADAPTERS, DRAFT, FULL, UsualRate
+from jaxspec.config.algorithm import ADAPTER_RATE, DRAFT_RATE, FULL_RATE, UsualRate
 from jaxspec.config.settings import (
     AdvantageConfig,
     Config,
@@ -23,7 +23,7 @@ class Algorithm(NamedTuple):
     """What an algorithm sets: all settings of these parts, to the usual ones where it names none;
     everything else stays as the config has it."""
 
-    about: str
+    citation: str
     advantage: AdvantageConfig
     loss: LossConfig
     kl: KlConfig = KlConfig()
@@ -31,11 +31,11 @@ class Algorithm(NamedTuple):
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def config_sections(self) -> dict[str, Any]:
         """What it sets, by part of the config."""
-        parts = self._asdict()
-        del parts["about"]
-        return parts
+        sections = self._asdict()
+        del sections["citation"]
+        return sections
 
 
 AlgorithmName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
@@ -95,58 +95,66 @@ def with_algorithm(config: _C, name: str) -> _C:
     Raises:
       ConfigError: there is none of that name.
     """
-    known: dict[str, Algorithm] = {**ALGORITHMS}
-    require(name in known, f"--algorithm {name!r} is none of {', '.join(known)}; choose one")
-    return replace(config, **known[name].settings)
+    algorithms: dict[str, Algorithm] = {**ALGORITHMS}
+    require(
+        name in algorithms, f"--algorithm {name!r} is none of {', '.join(algorithms)}; choose one"
+    )
+    return replace(config, **algorithms[name].config_sections)
 
 
-def described() -> str:
+def describe_algorithms() -> str:
     """What each algorithm sets other than the defaults, a line each."""
     lines = []
     for name, algorithm in ALGORITHMS.items():
-        differs = [
-            f"{part.prefix}{key} {value}"
-            for part in algorithm.settings.values()
-            for key, value in asdict(part).items()
-            if value != getattr(type(part)(), key)
+        changes = [
+            f"{section.prefix}{key} {value}"
+            for section in algorithm.config_sections.values()
+            for key, value in asdict(section).items()
+            if value != getattr(type(section)(), key)
         ]
-        lines.append(f"  {name}: {', '.join(differs) or 'the defaults'} ({algorithm.about})")
+        lines.append(f"  {name}: {', '.join(changes) or 'the defaults'} ({algorithm.citation})")
     return "\n".join(lines)
 
 
-def remarks(config: Config) -> list[str]:
+def collect_warnings(config: Config) -> list[str]:
     """What is allowed, and rarely meant."""
-    policy = FULL if config.lora.rank == 0 else ADAPTERS
-    found = [_of_bounds(config.loss), _of_kl(config.kl)]
-    found += [*_of_updates(config), *_of_dynamic_sampling(config)]
-    found += [_of_rate(config, "optimizer", config.learning_rates.policy, policy)]
-    return [f"warning: {told}" for told in found if told] + draft_remarks(config)
-
-
-def draft_remarks(config: Config) -> list[str]:
-    """The same of a draft's training."""
-    if not config.rollout.draft.learned:
-        return []
-    rates, found = config.learning_rates, []
-    if config.draft_training.online:
-        found.append(_of_rate(config, "draft_training", rates.draft, DRAFT))
-    if config.offline.steps:
-        found.append(_of_rate(config, "offline", rates.offline, DRAFT))
-    return [f"warning: {told}" for told in found if told]
-
-
-def _of_rate(config: Config, section: str, rate: float, usual: UsualRate) -> str:
-    """A learning rate that hardly suits what was loaded."""
-    if not config.model.path or usual.least <= rate <= usual.most:
-        return ""
-    what = {FULL: "all weights of a loaded policy", ADAPTERS: "adapters", DRAFT: "a draft"}[usual]
-    return (
-        f"{section}.learning_rate {rate:g} is outside {usual.least:g} to {usual.most:g}, which is"
-        f" usual for {what}; --{section}.learning_rate auto is {usual.rate:g}"
+    usual = FULL_RATE if config.lora.rank == 0 else ADAPTER_RATE
+    warnings = [_clip_warning(config.loss), _kl_warning(config.kl)]
+    warnings += [*_off_policy_warnings(config), *_dynamic_sampling_warnings(config)]
+    warnings += [_rate_warning(config, "optimizer", config.learning_rates.policy, usual)]
+    return [f"warning: {warning}" for warning in warnings if warning] + collect_draft_warnings(
+        config
     )
 
 
-def _of_bounds(loss: LossConfig) -> str:
+def collect_draft_warnings(config: Config) -> list[str]:
+    """The same of a draft's training."""
+    if not config.rollout.draft.is_learned:
+        return []
+    rates, warnings = config.learning_rates, []
+    if config.draft_training.online:
+        warnings.append(_rate_warning(config, "draft_training", rates.draft, DRAFT_RATE))
+    if config.offline.steps:
+        warnings.append(_rate_warning(config, "offline", rates.offline, DRAFT_RATE))
+    return [f"warning: {warning}" for warning in warnings if warning]
+
+
+def _rate_warning(config: Config, section: str, rate: float, usual: UsualRate) -> str:
+    """A learning rate that hardly suits what was loaded."""
+    if not config.model.path or usual.lowest <= rate <= usual.highest:
+        return ""
+    trained_part = {
+        FULL_RATE: "all weights of a loaded policy",
+        ADAPTER_RATE: "adapters",
+        DRAFT_RATE: "a draft",
+    }[usual]
+    return (
+        f"{section}.learning_rate {rate:g} is outside {usual.lowest:g} to {usual.highest:g}, which"
+        f" is usual for {trained_part}; --{section}.learning_rate auto is {usual.rate:g}"
+    )
+
+
+def _clip_warning(loss: LossConfig) -> str:
     low, high = loss.clip_bounds
     bounds = f"loss.kind {loss.kind} with loss.clip_low {low:g} and loss.clip_high {high:g}"
     if loss.kind == "gspo" and not loss.function and max(low, high) > LARGEST_SEQUENCE_CLIP:
@@ -162,8 +170,8 @@ def _of_bounds(loss: LossConfig) -> str:
     return ""
 
 
-def _of_kl(kl: KlConfig) -> str:
-    if kl.beta and kl.where != "loss" and kl.chosen_estimator != "k1":
+def _kl_warning(kl: KlConfig) -> str:
+    if kl.beta and kl.where != "loss" and kl.active_estimator != "k1":
         return (
             f"kl.estimator {kl.estimator} with kl.where {kl.where}: a reward less {kl.estimator}"
             " does not have the gradient of the KL divergence, a reward less k1 has; set"
@@ -172,10 +180,10 @@ def _of_kl(kl: KlConfig) -> str:
     return ""
 
 
-def _of_updates(config: Config) -> list[str]:
+def _off_policy_warnings(config: Config) -> list[str]:
     """A loss without ratio where the policy leaves the one that sampled."""
     loss = config.loss
-    if loss.kind != "reinforce" or loss.function or config.on_policy:
+    if loss.kind != "reinforce" or loss.function or config.is_on_policy:
         return []
     return [
         "loss.kind reinforce has no ratio of policy to old policy, and a batch has several updates"
@@ -184,7 +192,7 @@ def _of_updates(config: Config) -> list[str]:
     ]
 
 
-def _of_dynamic_sampling(config: Config) -> list[str]:
+def _dynamic_sampling_warnings(config: Config) -> list[str]:
     """Groups that are left out although they have an advantage."""
     if not config.dynamic_sampling.max_batches:
         return []
@@ -193,10 +201,11 @@ def _of_dynamic_sampling(config: Config) -> list[str]:
         "advantage.std whiten": config.advantage.std == "whiten",
         f"kl.where {config.kl.where}": config.kl.beta > 0 and config.kl.where != "loss",
     }
-    found = " and ".join(cause for cause, holds in causes.items() if holds)
-    most = config.dynamic_sampling.max_batches
+    active_causes = " and ".join(cause for cause, is_active in causes.items() if is_active)
+    max_batches = config.dynamic_sampling.max_batches
     return [
-        f"dynamic_sampling.max_batches {most} with {found}: groups whose answers earn the same have"
-        " an advantage too, and are left out; set --dynamic_sampling.max_batches 0, or"
+        f"dynamic_sampling.max_batches {max_batches} with {active_causes}: groups whose answers"
+        " earn the same have an advantage too, and are left out; set"
+        " --dynamic_sampling.max_batches 0, or"
         " --advantage.baseline group with --advantage.std sample and --kl.where loss"
-    ] * bool(found)
+    ] * bool(active_causes)

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from jaxspec.config.settings import OF_THE_RUN, DataConfig, ResolvedConfig, SetConfig
+from jaxspec.config.settings import SHARED_SETTINGS, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import kind_of
 from jaxspec.inputs.checked import INT32, divisors, require
 from jaxspec.rollout.pages import smallest_pool
@@ -17,12 +17,12 @@ class MeshShape(NamedTuple):
     expert: int
 
     @property
-    def rows(self) -> int:
+    def row_shards(self) -> int:
         """Into how many parts rows are split."""
         return self.data * self.expert
 
 
-def check(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape:
+def check_config(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape:
     """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`;
     `mesh.data` 0 becomes the most shards that fit the devices and every batch.
 
@@ -34,50 +34,56 @@ def check(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape
         f"{processes} processes do not divide {devices} devices; give each process the same number",
     )
     tensor, expert = config.mesh.tensor, config.mesh.expert
-    fits = _fitting(config, devices)
+    alternatives = _fitting_meshes(config, devices)
     sizes = (
         f"mesh.expert {expert} x mesh.tensor {tensor}" if expert > 1 else f"mesh.tensor {tensor}"
     )
-    require(devices % (expert * tensor) == 0, f"{sizes} does not divide {devices} devices; {fits}")
-    _check_split(config)
+    require(
+        devices % (expert * tensor) == 0,
+        f"{sizes} does not divide {devices} devices; {alternatives}",
+    )
+    _check_model_axes(config)
     shards = devices // (expert * tensor)
-    divided = math.gcd(*_rows(config).values())
-    most = max((size for size in range(1, shards + 1) if divided % (size * expert) == 0), default=1)
-    data = config.mesh.data or (shards if processes > 1 else most)
-    asked = (
+    common_divisor = math.gcd(*_row_counts(config).values())
+    max_shards = max(
+        (size for size in range(1, shards + 1) if common_divisor % (size * expert) == 0), default=1
+    )
+    data = config.mesh.data or (shards if processes > 1 else max_shards)
+    requested_mesh = (
         f"mesh.data {data} x {sizes} = {data * expert * tensor} devices, but there are {devices}"
     )
     require(
-        config.mesh.data in (0, shards), f"{asked}; {fits}, and --mesh.data 0 chooses by itself"
+        config.mesh.data in (0, shards),
+        f"{requested_mesh}; {alternatives}, and --mesh.data 0 chooses by itself",
     )
     shape = MeshShape(data, tensor, expert)
     _check_rows(config, shape)
     _check_drafts(config)
     _check_positions(config)
     _check_micro_batch(config)
-    _check_pool(config, config.batch.prompts // shape.rows)
+    _check_pool(config, config.batch.prompts // shape.row_shards)
     _check_sets(config)
     _check_evaluation(config)
     return shape
 
 
-def _fitting(config: ResolvedConfig, devices: int) -> str:
+def _fitting_meshes(config: ResolvedConfig, devices: int) -> str:
     """The meshes of so many devices, in words."""
     tensor, expert = config.mesh.tensor, config.mesh.expert
     if devices % expert:
         experts = config.model.family.experts or 1
-        left = devices // tensor if devices % tensor == 0 else devices
-        sizes = [size for size in divisors(left) if experts % size == 0]
+        remaining_devices = devices // tensor if devices % tensor == 0 else devices
+        sizes = [size for size in divisors(remaining_devices) if experts % size == 0]
         return f"mesh.expert can be {', '.join(map(str, sizes))}"
     axes = ("data", "expert", "tensor") if expert > 1 else ("data", "tensor")
     shards = devices // expert
     sizes = [(shards // size, expert, size) for size in divisors(shards)]
-    listed = [" x ".join(map(str, size if expert > 1 else size[::2])) for size in sizes]
-    named = " x ".join(axes)
-    return f"meshes ({named}) that fit {devices} devices: {', '.join(listed)}"
+    meshes = [" x ".join(map(str, size if expert > 1 else size[::2])) for size in sizes]
+    axis_names = " x ".join(axes)
+    return f"meshes ({axis_names}) that fit {devices} devices: {', '.join(meshes)}"
 
 
-def _check_split(config: ResolvedConfig) -> None:
+def _check_model_axes(config: ResolvedConfig) -> None:
     """Whether the model's axes split over the mesh's."""
     tensor, expert = config.mesh.tensor, config.mesh.expert
     # rows of zeros make a vocabulary split (`models/weight_layout.py`)
@@ -97,116 +103,119 @@ def _check_split(config: ResolvedConfig) -> None:
         not config.optimizer.freeze_router or experts > 0,
         "optimizer.freeze_router keeps routers of experts, and this model has none; leave it out",
     )
-    few = ", ".join(map(str, divisors(experts))) if experts else ""
+    valid_sizes = ", ".join(map(str, divisors(experts))) if experts else ""
     require(
         experts % expert == 0,
-        f"model.family.experts {experts} do not split over mesh.expert {expert}; give one of {few}",
+        f"model.family.experts {experts} do not split over mesh.expert {expert}; give one of"
+        f" {valid_sizes}",
     )
 
 
 def _check_rows(config: ResolvedConfig, shape: MeshShape) -> None:
     """Whether every batch splits over what splits rows."""
-    parts, prompts = shape.rows, config.batch.prompts
-    shards = f"{parts} data shards"
+    shard_count, prompts = shape.row_shards, config.batch.prompts
+    shards = f"{shard_count} data shards"
     if shape.expert > 1:
         shards = f"{shape.data} data shards of {shape.expert} members each (mesh.expert)"
     groups = "a group lives whole on one shard"
     require(
-        prompts >= parts,
-        f"batch.prompts {prompts} is fewer than {shards} ({groups}); raise it to {parts}"
+        prompts >= shard_count,
+        f"batch.prompts {prompts} is fewer than {shards} ({groups}); raise it to {shard_count}"
         " or use fewer devices",
     )
-    for key, count in _rows(config).items():
-        near = max(count // parts, 1) * parts
+    for key, count in _row_counts(config).items():
+        nearest = max(count // shard_count, 1) * shard_count
         require(
-            count % parts == 0,
-            f"{key} {count} is not a multiple of {shards}; {near} or {near + parts} would fit",
+            count % shard_count == 0,
+            f"{key} {count} is not a multiple of {shards}; {nearest} or {nearest + shard_count}"
+            " would fit",
         )
 
 
 def _check_sets(config: ResolvedConfig) -> None:
     """Whether what is asked can be judged, in every set of problems."""
-    for where, sets in (("mixture", config.mixture), ("eval.sets", config.eval.sets)):
-        for number, each in enumerate(sets):
-            for part, names in OF_THE_RUN.items():
-                _check_shared(f"{where}.{number}.{part}.", each, config, part, names)
-    every = DataConfig().eval_prompts
-    for number, each in enumerate(config.eval.sets):
-        limited = each.data.path and each.data.eval_prompts != every
+    for prefix, sets in (("mixture", config.mixture), ("eval.sets", config.eval.sets)):
+        for index, dataset in enumerate(sets):
+            for section, names in SHARED_SETTINGS.items():
+                _check_shared(f"{prefix}.{index}.{section}.", dataset, config, section, names)
+    default_count = DataConfig().eval_prompts
+    for index, dataset in enumerate(config.eval.sets):
+        is_limited = dataset.data.path and dataset.data.eval_prompts != default_count
         require(
-            not each.data.eval_path and not limited,
-            f"eval.sets.{number} has a data.eval_path or data.eval_prompts: all problems of its"
+            not dataset.data.eval_path and not is_limited,
+            f"eval.sets.{index} has a data.eval_path or data.eval_prompts: all problems of its"
             " data.path are asked; leave them out",
         )
     _check_task(config)
-    for where, each in config.judged_sets.items():
-        _check_judged(where, each)
+    for prefix, dataset in config.sets_by_prefix.items():
+        _check_verifier(prefix, dataset)
 
 
 def _check_evaluation(config: ResolvedConfig) -> None:
     """Whether responses of evaluations can end."""
-    least, own = config.eval.min_new_tokens, config.eval.max_new_tokens
-    longest = own or config.rollout.max_new_tokens
-    named = f"{'eval' if own else 'rollout'}.max_new_tokens {longest}"
+    min_tokens, eval_tokens = config.eval.min_new_tokens, config.eval.max_new_tokens
+    max_tokens = eval_tokens or config.rollout.max_new_tokens
+    limit = f"{'eval' if eval_tokens else 'rollout'}.max_new_tokens {max_tokens}"
     require(
-        least == "same" or least < longest,
-        f"eval.min_new_tokens {least} is not below {named}; lower the first or raise the second",
+        min_tokens == "same" or min_tokens < max_tokens,
+        f"eval.min_new_tokens {min_tokens} is not below {limit}; lower the first or raise the"
+        " second",
     )
 
 
 def _check_task(config: ResolvedConfig) -> None:
     """Whether generated tasks are written in one set of characters, and there is a corpus of
     them."""
-    programs, continued = config.data.task == "programs", config.sft.format == "text"
+    uses_programs, is_text = config.data.task == "programs", config.sft.format == "text"
     corpora = {
-        "sft.format text": config.sft.steps > 0 and continued,
-        "offline.text generic": _trained_offline(config) and config.offline.text == "generic",
+        "sft.format text": config.sft.steps > 0 and is_text,
+        "offline.text generic": _trains_offline(config) and config.offline.text == "generic",
     }
-    for setting, asked in corpora.items():
+    for setting, is_used in corpora.items():
         require(
-            not (programs and asked),
+            not (uses_programs and is_used),
             f"{setting} is a corpus of arithmetic, and data.task is programs; leave it out",
         )
-    for each in (*config.mixture, *config.eval.sets):
+    for dataset in (*config.mixture, *config.eval.sets):
         require(
-            bool(each.data.path) or (each.data.task == "programs") == programs,
-            f"the set {each.name} has data.task {each.data.task}, and the run data.task"
+            bool(dataset.data.path) or (dataset.data.task == "programs") == uses_programs,
+            f"the set {dataset.name} has data.task {dataset.data.task}, and the run data.task"
             f" {config.data.task}: programs have characters of their own, so that all sets are of"
             " programs or none",
         )
 
 
 def _check_shared(
-    where: str, each: SetConfig, config: ResolvedConfig, part: str, names: tuple[str, ...]
+    prefix: str, dataset: SetConfig, config: ResolvedConfig, section: str, names: tuple[str, ...]
 ) -> None:
     """Whether a set leaves to the run what is the run's."""
-    own, run = getattr(each, part), getattr(config, part)
+    set_section, run_section = getattr(dataset, section), getattr(config, section)
     for name in names:
-        value, default = getattr(own, name), getattr(type(own)(), name)
+        value, default = getattr(set_section, name), getattr(type(set_section)(), name)
         require(
-            value in (default, getattr(run, name)),
-            f"{where}{name} is {value!r} and {part}.{name} {getattr(run, name)!r}, which all sets"
-            " share; set that one alone",
+            value in (default, getattr(run_section, name)),
+            f"{prefix}{name} is {value!r} and {section}.{name} {getattr(run_section, name)!r},"
+            " which all sets share; set that one alone",
         )
 
 
-def _check_judged(where: str, each: SetConfig) -> None:
-    """Whether a set's answers stand where its verifier looks; `where` comes before its
+def _check_verifier(prefix: str, dataset: SetConfig) -> None:
+    """Whether a set's answers stand where its verifier looks; `prefix` comes before its
     settings."""
-    source, reward = each.data, each.reward
-    programs = source.task == "programs"
-    own = "code" if programs else "hash"
-    answer = "answer in a block of code" if programs else "answer after `#`"
+    data, reward = dataset.data, dataset.reward
+    is_program = data.task == "programs"
+    default_style = "code" if is_program else "hash"
+    answer = "answer in a block of code" if is_program else "answer after `#`"
     require(
-        bool(source.path) or source.answer_style == own,
-        f"{where}data.answer_style {source.answer_style} without {where}data.path: generated tasks"
-        f" {answer}: give --{where}data.path FILE.jsonl and --data.tokenizer FOLDER, or"
-        f" --{where}data.answer_style {own}",
+        bool(data.path) or data.answer_style == default_style,
+        f"{prefix}data.answer_style {data.answer_style} without {prefix}data.path: generated tasks"
+        f" {answer}: give --{prefix}data.path FILE.jsonl and --data.tokenizer FOLDER, or"
+        f" --{prefix}data.answer_style {default_style}",
     )
-    judged = "answer" in reward.all_parts
+    checks_answer = "answer" in reward.all_parts
     require(
-        not judged or (reward.verifier == "code") == (source.answer_style == "code"),
-        f"{where}data.answer_style is {source.answer_style} and {where}reward.verifier"
+        not checks_answer or (reward.verifier == "code") == (data.answer_style == "code"),
+        f"{prefix}data.answer_style is {data.answer_style} and {prefix}reward.verifier"
         f" {reward.verifier}: programs need `code` for both, and other answers for neither",
     )
 
@@ -215,22 +224,23 @@ def _check_micro_batch(config: ResolvedConfig) -> None:
     """Whether the longest row fits a micro-batch."""
     longest = config.row_length - 1
     tokens = config.batch.micro_tokens
-    row = (
+    message = (
         f"batch.micro_tokens {tokens} is less than the longest row reads: data.max_prompt_length +"
         f" rollout.max_new_tokens - 1 = {longest}"
     )
     require(
-        tokens == 0 or tokens >= longest, f"{row}; give at least {longest}, or 0 to have it chosen"
+        tokens == 0 or tokens >= longest,
+        f"{message}; give at least {longest}, or 0 to have it chosen",
     )
 
 
-def require_countable(what: str, rows: int, positions: int) -> None:
+def require_countable(label: str, rows: int, positions: int) -> None:
     """Refuses more tokens than are counted and held at once."""
-    many = (
-        f"{what} rows of {positions} positions are more than {INT32}, which is as far as tokens are"
-        " counted; lower one"
+    message = (
+        f"{label} rows of {positions} positions are more than {INT32}, which is as far as tokens"
+        " are counted; lower one"
     )
-    require(rows * positions <= INT32, many)
+    require(rows * positions <= INT32, message)
 
 
 def _check_positions(config: ResolvedConfig) -> None:
@@ -245,48 +255,49 @@ def _check_positions(config: ResolvedConfig) -> None:
             batch.prompts * batch.group_size
         )
     }
-    rows |= {f"{key} {count}": count for key, count in _rows(config).items()}
-    if _trained_offline(config):
+    rows |= {f"{key} {count}": count for key, count in _row_counts(config).items()}
+    if _trains_offline(config):
         rows[f"offline.samples {config.offline.samples}"] = config.offline.samples
-    rows[f"rollout.lookup.past {config.rollout.past} x batch.prompts {batch.prompts}"] = (
-        config.rollout.past * batch.prompts
+    rows[f"rollout.lookup.past {config.rollout.past_answers} x batch.prompts {batch.prompts}"] = (
+        config.rollout.past_answers * batch.prompts
     )
-    for what, count in rows.items():
-        require_countable(what, count, prompt + response)
-    longest = (
+    for label, count in rows.items():
+        require_countable(label, count, prompt + response)
+    message = (
         f"data.max_prompt_length {prompt} and rollout.max_new_tokens {response} take up to"
         f" {prompt + response} positions"
     )
-    enough = -(-(prompt + response) // max(model.positions, 1))
+    min_factor = -(-(prompt + response) // max(model.max_positions, 1))
     remedy = (
-        f"shorten them, or train with --model.rope_factor {enough}, which stretches the positions"
+        f"shorten them, or train with --model.rope_factor {min_factor}, which stretches the"
+        " positions"
     )
     require(
-        model.positions == 0 or prompt + response <= model.positions,
-        f"{longest}, and the model has {model.positions}; {remedy}",
+        model.max_positions == 0 or prompt + response <= model.max_positions,
+        f"{message}, and the model has {model.max_positions}; {remedy}",
     )
 
 
 def _check_pool(config: ResolvedConfig, prompts: int) -> None:
     """Whether the pages of a data shard with so many prompts are enough for one row."""
     engine = config.rollout.engine
-    length = config.rollout.draft.max_draft_length if config.rollout.draft.drafts else 0
+    draft_length = config.rollout.draft.max_draft_length if config.rollout.draft.is_enabled else 0
     if not engine.pages or not isinstance(engine.page_size, int):
         return
     prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
-    least = smallest_pool(prompts, prompt, response, length, engine.page_size)
-    numbers = (
+    min_pages = smallest_pool(prompts, prompt, response, draft_length, engine.page_size)
+    needs = (
         f"{prompts} prompts of up to {prompt} tokens and one row of {prompt + response} (and a"
-        f" block of {length + 1}) need {least}"
+        f" block of {draft_length + 1}) need {min_pages}"
     )
-    given = (
+    message = (
         f"rollout.engine.pages {engine.pages} of {engine.page_size} positions are too few for a"
         " data shard"
     )
     require(
-        engine.pages >= least,
-        f"{given}: {numbers}; set --rollout.engine.pages {least} or more, or 0 for all that can be"
-        " needed",
+        engine.pages >= min_pages,
+        f"{message}: {needs}; set --rollout.engine.pages {min_pages} or more, or 0 for all that can"
+        " be needed",
     )
 
 
@@ -294,57 +305,57 @@ def _check_drafts(config: ResolvedConfig) -> None:
     """Whether draft and look-up fit the policy, the response and one another."""
     rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
     _check_loops(config)
-    auto = " (the longest of auto)" if draft.draft_length == "auto" else ""
-    lengths = (
-        f"rollout.draft.draft_length {draft.max_draft_length}{auto} and rollout.max_new_tokens"
+    auto_note = " (the longest of auto)" if draft.draft_length == "auto" else ""
+    message = (
+        f"rollout.draft.draft_length {draft.max_draft_length}{auto_note} and rollout.max_new_tokens"
         f" {rollout.max_new_tokens}"
     )
-    shorter = not draft.drafts or draft.max_draft_length < rollout.max_new_tokens
+    is_shorter = not draft.is_enabled or draft.max_draft_length < rollout.max_new_tokens
     require(
-        shorter,
-        f"{lengths}: a draft must be shorter than a response; lower the first or raise the second",
+        is_shorter,
+        f"{message}: a draft must be shorter than a response; lower the first or raise the second",
     )
-    beside = (
+    lookup_message = (
         f"rollout.lookup.beside {rollout.lookup.beside} needs a learned draft, and"
         f" rollout.draft.kind is {draft.kind}"
     )
     require(
-        rollout.lookup.beside == "none" or draft.learned,
-        f"{beside}; choose eagle3, mtp or model, or that kind alone",
+        rollout.lookup.beside == "none" or draft.is_learned,
+        f"{lookup_message}; choose eagle3, mtp or model, or that kind alone",
     )
-    outside = [token for token in rollout.banned if not 0 <= token < vocab]
+    unknown_ids = [token for token in rollout.banned if not 0 <= token < vocab]
     require(
-        not outside,
-        f"rollout.banned has ids {outside}, which model.vocab {vocab} does not hold; leave"
+        not unknown_ids,
+        f"rollout.banned has ids {unknown_ids}, which model.vocab {vocab} does not hold; leave"
         " them out",
     )
     kind = kind_of(draft.kind)
     if kind.learned is not None:
         kind.learned.check(config.draft_spec)
-    own = draft.own_vocab
-    whole = own == 0 or "rollout.draft.vocab" in kind.settings
+    draft_vocab = draft.draft_vocab
+    is_supported = draft_vocab == 0 or "rollout.draft.vocab" in kind.settings
     require(
-        whole,
-        f"rollout.draft.vocab {own} is for eagle3 heads; {draft.kind} drafts share the"
+        is_supported,
+        f"rollout.draft.vocab {draft_vocab} is for eagle3 heads; {draft.kind} drafts share the"
         " policy's, so leave it 0",
     )
-    fits = own <= vocab
+    fits = draft_vocab <= vocab
     require(
         fits,
-        f"rollout.draft.vocab {own} is larger than the policy's model.vocab {vocab}; at"
+        f"rollout.draft.vocab {draft_vocab} is larger than the policy's model.vocab {vocab}; at"
         " most that, or 0 for all of it",
     )
-    chosen = own == 0 or config.offline.steps > 0 or bool(draft.path)
+    is_selected = draft_vocab == 0 or config.offline.steps > 0 or bool(draft.path)
     remedy = "set --offline.steps 300 or so, or --rollout.draft.vocab 0"
     require(
-        chosen,
-        f"rollout.draft.vocab {own} is chosen by offline training, and offline.steps is 0;"
+        is_selected,
+        f"rollout.draft.vocab {draft_vocab} is chosen by offline training, and offline.steps is 0;"
         f" {remedy}",
     )
-    room = own == 0 or own > len(rollout.banned) + 8
+    has_room = draft_vocab == 0 or draft_vocab > len(rollout.banned) + 8
     require(
-        room,
-        f"rollout.draft.vocab {own} leaves next to nothing beside {len(rollout.banned)}"
+        has_room,
+        f"rollout.draft.vocab {draft_vocab} leaves next to nothing beside {len(rollout.banned)}"
         " banned ids and the end tokens",
     )
 
@@ -354,26 +365,26 @@ def _check_loops(config: ResolvedConfig) -> None:
     rollout, lookup, training = config.rollout, config.rollout.lookup, config.draft_training
     longest = config.row_length
     row = f"the longest row, data.max_prompt_length + rollout.max_new_tokens = {longest}"
-    shorter = rollout.lookup_kind == "none" or lookup.max_match <= longest
-    match = (
+    match_fits = rollout.lookup_kind == "none" or lookup.max_match <= longest
+    message = (
         f"rollout.lookup.max_match {lookup.max_match} (rollout.lookup.min_match {lookup.min_match})"
         f" is above {row}"
     )
-    require(shorter, f"{match}; lower it")
-    trained = training.online or config.offline.steps > 0
-    unrolled = trained and "draft_training.ttt_steps" in kind_of(rollout.draft.kind).settings
+    require(match_fits, f"{message}; lower it")
+    is_trained = training.online or config.offline.steps > 0
+    is_unrolled = is_trained and "draft_training.ttt_steps" in kind_of(rollout.draft.kind).settings
     require(
-        not unrolled or training.ttt_steps < longest,
+        not is_unrolled or training.ttt_steps < longest,
         f"draft_training.ttt_steps {training.ttt_steps} is not below {row}; lower it",
     )
 
 
-def _rows(config: ResolvedConfig) -> dict[str, int]:
+def _row_counts(config: ResolvedConfig) -> dict[str, int]:
     """What every batch of the run divides over the data shards; 0 where nothing is trained."""
     sft = config.sft.steps and config.sft.rows
-    offline = config.offline.rows if _trained_offline(config) else 0
+    offline = config.offline.rows if _trains_offline(config) else 0
     return {"batch.prompts": config.batch.prompts, "sft.rows": sft, "offline.rows": offline}
 
 
-def _trained_offline(config: ResolvedConfig) -> bool:
-    return config.offline.steps > 0 and config.rollout.draft.learned
+def _trains_offline(config: ResolvedConfig) -> bool:
+    return config.offline.steps > 0 and config.rollout.draft.is_learned

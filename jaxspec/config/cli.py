@@ -20,21 +20,21 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from jaxspec.config.algorithms import ALGORITHMS, described, with_algorithm
-from jaxspec.config.as_json import flat, stands_for, to_json
-from jaxspec.config.settings import OF_THE_RUN, Config, DraftConfig, LookupConfig
+from jaxspec.config.algorithms import ALGORITHMS, describe_algorithms, with_algorithm
+from jaxspec.config.as_json import flatten_settings, includes_setting, to_json
+from jaxspec.config.settings import SHARED_SETTINGS, Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
 from jaxspec.drafts.kinds import kind_of
-from jaxspec.inputs.checked import Checked, ConfigError, require
+from jaxspec.inputs.checked import CheckedConfig, ConfigError, require
 from jaxspec.inputs.docstrings import field_docstrings, first_sentence
-from jaxspec.inputs.options import option_names, refuse_unknown
-from jaxspec.system.terminal import silence
-from jaxspec.system.version import DISTRIBUTION, version
+from jaxspec.inputs.options import option_names, refuse_unknown_options
+from jaxspec.system.terminal import silence_stdout
+from jaxspec.system.version import DISTRIBUTION, package_version
 
-_T = TypeVar("_T", bound=Checked)
+_T = TypeVar("_T", bound=CheckedConfig)
 _C = TypeVar("_C", bound=Config)
 
-SHORT = (
+SHORT_HELP = (
     "steps",
     "sft.steps",
     "offline.steps",
@@ -80,7 +80,7 @@ EXAMPLES = {
 """Command lines of programs whose description has none."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SHIPPED = next(
+_BUNDLED = next(
     (folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()),
     _PACKAGE / "configs",
 )
@@ -92,8 +92,8 @@ def load_config(
     argv: Sequence[str],
     program: str,
     description: str,
-    varied: Sequence[str] = (),
-    used: str = "",
+    swept_settings: Sequence[str] = (),
+    used_settings: str = "",
     base: Config | None = None,
 ) -> tuple[Config, str]:
     """Reads `--config NAME.py[:SCALE]` and the overrides beside it, for `python -m
@@ -101,105 +101,104 @@ def load_config(
 
     Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes
     `runs/` and that name. A program that sets the draft itself, and so has use for the settings of
-    every kind, names what it sets in `varied`. One that looks at some settings alone names them in
-    `used`, as in `unused.Unused`; where the draft is not among them, there is none. Of a config
-    beside a `base`, which needs none, only how evaluations are made is taken.
+    every kind, names what it sets in `swept_settings`. One that looks at some settings alone names
+    them in `used_settings`, as in `unused.Unused`; where the draft is not among them, there is
+    none. Of a config beside a `base`, which needs none, only how evaluations are made is taken.
 
     Raises:
       ConfigError: no config, an unknown config or scale, a setting that is bad, does not exist or
-        does nothing beside the others, or one that is `varied`.
-      SystemExit: 0 after `--help` or `--help all`; 2 after a message, for a value that cannot be
-        read.
+        does nothing beside the others, or one of `swept_settings`.
+      SystemExit: 0 after `--help` or `--help all`; 2 after a message, for an unreadable value.
     """
     command = f"python -m jaxspec.{program}"
-    given, overrides = take_option(argv, command, "config", "NAME.py[:SCALE]")
-    if given:
-        file, _, scale = given.partition(":")
-        default, name = read_config(_find(file), scale)
+    source, overrides = take_option(argv, command, "config", "NAME.py[:SCALE]")
+    if source:
+        file, _, scale = source.partition(":")
+        default, name = read_config(_find_config(file), scale)
         if base is not None:
-            default = _evaluated_by(base, default)
+            default = _merge_evaluation(base, default)
     elif base is not None:
         default, name = base, ""
     else:
-        found = f"configs found: {', '.join(_found())}"
+        configs = f"configs found: {', '.join(_list_configs())}"
         require(
             bool({"-h", "--help"} & set(overrides)),
-            f"no --config; {found}; try {command} --config rl_think.py, or {command} --help",
+            f"no --config; {configs}; try {command} --config rl_think.py, or {command} --help",
         )
         default, name = Config(), ""
     algorithm, overrides = take_option(overrides, command, "algorithm", "|".join(ALGORITHMS))
     if algorithm:
         default = with_algorithm(default, algorithm)
-    prog = f"{command} --config {given or 'NAME.py[:SCALE]'}"
-    about = f"{description}\n\n{_guide(program)}"
-    if asked := _asks_for_help(overrides):
-        if asked != "all":
-            _print_short_help(default, prog, about, used, varied)
-        overrides, about = ["--help"], f"{about}\n{_algorithms()}"
-    config = override(default, overrides, prog, about)
-    named = _named(overrides)
-    fixed = ", ".join(f"--{name}" for name in varied if name in named)
-    require(not fixed, f"{command} goes through the values of {fixed} by itself; leave it out")
-    if used:
-        refuse_idle(named | ({"algorithm"} if algorithm else set()), used, command)
-    if used and not stands_for(used.split(), "rollout.draft.kind"):
+    prog = f"{command} --config {source or 'NAME.py[:SCALE]'}"
+    help_text = f"{description}\n\n{_usage_guide(program)}"
+    if help_kind := _help_request(overrides):
+        if help_kind != "all":
+            _print_short_help(default, prog, help_text, used_settings, swept_settings)
+        overrides, help_text = ["--help"], f"{help_text}\n{_algorithm_help()}"
+    config = override_settings(default, overrides, prog, help_text)
+    named = _setting_names(overrides)
+    swept = ", ".join(f"--{name}" for name in swept_settings if name in named)
+    require(not swept, f"{command} goes through the values of {swept} by itself; leave it out")
+    if used_settings:
+        refuse_idle(named | ({"algorithm"} if algorithm else set()), used_settings, command)
+    if used_settings and not includes_setting(used_settings.split(), "rollout.draft.kind"):
         rollout = replace(config.rollout, draft=DraftConfig(kind="none"), lookup=LookupConfig())
         config = replace(config, rollout=rollout)
-    if varied:
+    if swept_settings:
         refuse_unused(config, named, with_draft=False)
     else:
-        config = settle(config, overrides)
+        config = settle_draft_settings(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
 
 
-def _asks_for_help(words: Sequence[str]) -> str:
+def _help_request(words: Sequence[str]) -> str:
     """What help is asked for: `all`, or `short`; empty: none is."""
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word in ("-h", "--help"):
-            return "all" if words[place + 1 : place + 2] == ["all"] else "short"
+            return "all" if words[index + 1 : index + 2] == ["all"] else "short"
     return ""
 
 
 def _print_short_help(
-    config: Config, prog: str, about: str, used: str, varied: Sequence[str]
+    config: Config, prog: str, help_text: str, used_settings: str, swept: Sequence[str]
 ) -> NoReturn:
-    """Prints the settings of `SHORT` that a program has a use for, and ends it."""
-    values = flat(to_json(config))
+    """Prints the settings of `SHORT_HELP` that a program has a use for, and ends it."""
+    values = flatten_settings(to_json(config))
     names = [
-        name
-        for name in SHORT
-        if name not in varied and (not used or stands_for(used.split(), name))
+        key
+        for key in SHORT_HELP
+        if key not in swept and (not used_settings or includes_setting(used_settings.split(), key))
     ]
     lines = [
         f"usage: {prog} [--SETTING VALUE ...]",
         "",
-        about,
+        help_text,
         "",
         "Settings in the order of need:",
     ]
     for name in names:
-        *sections, last = name.split(".")
+        *sections, field_name = name.split(".")
         owner = functools.reduce(getattr, sections, config)
-        meaning = first_sentence(field_docstrings(type(owner))[last])
+        text = first_sentence(field_docstrings(type(owner))[field_name])
         value = " ".join(values[name]) if isinstance(values[name], list) else values[name]
-        shown = f" (default: {value})" if value != "" else ""
+        default = f" (default: {value})" if value != "" else ""
         lines += textwrap.wrap(
-            f"  --{name}  {meaning}{shown}", 100, subsequent_indent=" " * 6, break_on_hyphens=False
+            f"  --{name}  {text}{default}", 100, subsequent_indent=" " * 6, break_on_hyphens=False
         )
-    if not used:
+    if not used_settings:
         lines.append(f"  --algorithm  A published one: {', '.join(ALGORITHMS)}.")
     lines.append(f"--help all shows all {len(values)} settings.")
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:  # `--help | head` has seen enough
-        silence()
+        silence_stdout()
     raise SystemExit(0)
 
 
-def _evaluated_by(base: Config, config: Config) -> Config:
+def _merge_evaluation(base: Config, config: Config) -> Config:
     """A config with the evaluation of another, and room for its prompts."""
     longest = max(base.data.max_prompt_length, config.data.max_prompt_length)
-    workers = {name: getattr(config.reward, name) for name in OF_THE_RUN["reward"]}
+    workers = {name: getattr(config.reward, name) for name in SHARED_SETTINGS["reward"]}
     return replace(
         base,
         eval=config.eval,
@@ -218,13 +217,15 @@ def take_option(
     """
     usage = f"%(prog)s --{name} {form} ..."
     parser = argparse.ArgumentParser(prog=command, usage=usage, add_help=False, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"{DISTRIBUTION} {package_version()}"
+    )
     parser.add_argument(f"--{name}", dest="value", default=default)
-    known, rest = parser.parse_known_args(argv)
-    return known.value, rest
+    options, words = parser.parse_known_args(argv)
+    return options.value, words
 
 
-def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
+def override_settings(default: _T, argv: Sequence[str], prog: str, help_text: str) -> _T:
     """Returns checked settings with the fields that the command line names exchanged.
 
     Raises:
@@ -232,36 +233,36 @@ def override(default: _T, argv: Sequence[str], prog: str, about: str) -> _T:
         does not exist.
       SystemExit: as in `load_config`.
     """
-    flat = (tyro.conf.AvoidSubcommands,)
+    flags = (tyro.conf.AvoidSubcommands,)
     try:
         settings, unknown = tyro.cli(
             type(default),
             prog=prog,
-            description=about,
+            description=help_text,
             args=argv,
             default=default,
-            config=flat,
+            config=flags,
             use_underscores=True,
             return_unknown_args=True,
         )
     except BrokenPipeError:  # `--help | head` has seen enough
-        silence()
+        silence_stdout()
         raise SystemExit(0) from None
-    refuse_unknown(unknown, list(option_names(default)), SHORT)
+    refuse_unknown_options(unknown, list(option_names(default)), SHORT_HELP)
     return settings
 
 
-def settle(config: _C, argv: Sequence[str], under: str = "") -> _C:
+def settle_draft_settings(config: _C, argv: Sequence[str], prefix: str = "") -> _C:
     """Returns the config for the kind of draft on the command line: a vocabulary or look-up beside
     it that another kind had is dropped.
 
-    What the command line names stays, for `check.check` to judge. Its words are names of
-    settings without `under`.
+    What the command line names stays, for `check.check_config` to judge. Its words are names of
+    settings without `prefix`.
 
     Raises:
       ConfigError: settings on the command line that do nothing beside the others.
     """
-    named = {under + name for name in _named(argv)}
+    named = {prefix + name for name in _setting_names(argv)}
     draft, lookup = config.rollout.draft, config.rollout.lookup
     if (
         "rollout.draft.kind" in named
@@ -269,14 +270,18 @@ def settle(config: _C, argv: Sequence[str], under: str = "") -> _C:
         and "rollout.draft.vocab" not in named
     ):
         draft = replace(draft, vocab="auto")
-    if "rollout.draft.kind" in named and not draft.learned and "rollout.lookup.beside" not in named:
+    if (
+        "rollout.draft.kind" in named
+        and not draft.is_learned
+        and "rollout.lookup.beside" not in named
+    ):
         lookup = replace(lookup, beside="none")
     config = replace(config, rollout=replace(config.rollout, draft=draft, lookup=lookup))
     refuse_unused(config, named)
     return config
 
 
-def _named(argv: Sequence[str]) -> set[str]:
+def _setting_names(argv: Sequence[str]) -> set[str]:
     """The settings that a command line names: tyro takes `-` for `_`, and `no_` before a flag."""
     options = (
         word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -294,42 +299,40 @@ def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
       ConfigError: the file is not Python, raises an error, lacks SCALES or get_config, or does not
         list the scale.
     """
-    with _one_line(path):
-        names = runpy.run_path(str(path))
-    scales = names.get("SCALES", ())
-    listed = isinstance(scales, tuple | list) and all(isinstance(name, str) for name in scales)
+    with _report_in_one_line(path):
+        namespace = runpy.run_path(str(path))
+    scales = namespace.get("SCALES", ())
+    is_valid = isinstance(scales, tuple | list) and all(isinstance(name, str) for name in scales)
     require(
-        listed,
+        is_valid,
         f"{path}: SCALES is {' '.join(repr(scales).split())}; it must be a tuple of names, such as"
         " ('tiny',)",
     )
     require(
-        bool(scales) and "get_config" in names,
+        bool(scales) and "get_config" in namespace,
         f"{path} must define SCALES and get_config(scale), as rl_think.py does",
     )
     require(
-        not inspect.iscoroutinefunction(names["get_config"]),
+        not inspect.iscoroutinefunction(namespace["get_config"]),
         f"{path}: get_config is an `async def`; make it a `def`",
     )
     scale = scale or scales[0]
     require(
         scale in scales,
-        f"{path} has no scale {scale!r}; {_nearest(scale, scales)}it has {', '.join(scales)}",
+        f"{path} has no scale {scale!r}; {_suggest_name(scale, scales)}it has {', '.join(scales)}",
     )
-    with _one_line(path):
-        config = names["get_config"](scale)
-    wanted = "not a jaxspec.config.Config" + " itself but of a subclass" * isinstance(
-        config, Config
-    )
+    with _report_in_one_line(path):
+        config = namespace["get_config"](scale)
+    fault = "not a jaxspec.config.Config" + " itself but of a subclass" * isinstance(config, Config)
     require(
         type(config) is Config,
-        f"{path}: get_config({scale!r}) returns a {type(config).__name__}, {wanted}",
+        f"{path}: get_config({scale!r}) returns a {type(config).__name__}, {fault}",
     )
     return config, f"{path.stem}-{scale}"
 
 
 @contextlib.contextmanager
-def _one_line(path: Path) -> Iterator[None]:
+def _report_in_one_line(path: Path) -> Iterator[None]:
     """Turns what the code of a config file raises, whatever it is, into a message with its place in
     the file."""
     try:
@@ -348,52 +351,50 @@ def _one_line(path: Path) -> Iterator[None]:
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename == str(path)
         ]
-        where = f"{path}, line {lines[-1]}" if lines else str(path)
-        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{where}: {kind}{_said(error)}") from error
+        location = f"{path}, line {lines[-1]}" if lines else str(path)
+        prefix = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{location}: {prefix}{_error_text(error)}") from error
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - an exception's own code may fail in any way
         return "(its message cannot be read)"
 
 
-def _find(file: str) -> Path:
-    for folder in (Path(), Path("configs"), _SHIPPED):
+def _find_config(file: str) -> Path:
+    for folder in (Path(), Path("configs"), _BUNDLED):
         with contextlib.suppress(OSError):  # a name that is too long, links in a circle
             if (folder / file).is_file():
                 return folder / file
-    hint = _nearest(Path(file).name, _found())
+    hint = _suggest_name(Path(file).name, _list_configs())
     raise ConfigError(
-        f"--config {repr(file)[1:-1]}: no such file here, in configs/ or in {_SHIPPED};"
-        f" {hint}configs found: {', '.join(_found())}"
+        f"--config {repr(file)[1:-1]}: no such file here, in configs/ or in {_BUNDLED};"
+        f" {hint}configs found: {', '.join(_list_configs())}"
     )
 
 
-def _found() -> list[str]:
+def _list_configs() -> list[str]:
     return sorted(
-        {path.name for folder in (Path("configs"), _SHIPPED) for path in folder.glob("[!_]*.py")}
+        {path.name for folder in (Path("configs"), _BUNDLED) for path in folder.glob("[!_]*.py")}
     )
 
 
-def _nearest(word: str, words: Sequence[str]) -> str:
-    return "".join(
-        f"did you mean {match}? " for match in difflib.get_close_matches(word, words, n=1)
-    )
+def _suggest_name(word: str, words: Sequence[str]) -> str:
+    return "".join(f"did you mean {name}? " for name in difflib.get_close_matches(word, words, n=1))
 
 
-def _guide(program: str) -> str:
+def _usage_guide(program: str) -> str:
     command = f"python -m jaxspec.{program}"
     examples = "\n".join(f"  {command} {words}" for words in EXAMPLES.get(program, ()))
     guide = f"""A config file names every setting for some scales (the first is the default);
 options after it change single settings. NAME.py is looked up as given, then in configs/, then in
-{_SHIPPED}. Configs found: {", ".join(_found())}."""
+{_BUNDLED}. Configs found: {", ".join(_list_configs())}."""
     return f"{guide}\nExamples:\n{examples}" if examples else guide
 
 
-def _algorithms() -> str:
+def _algorithm_help() -> str:
     return f"""--algorithm NAME sets advantage., loss., kl., overlong. and dynamic_sampling. to
 defaults, but for:
-{described()}"""
+{describe_algorithms()}"""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxspec.config.rollout import Temperature, require_stop_strings
-from jaxspec.inputs.checked import Checked, Range, require
+from jaxspec.inputs.checked import CheckedConfig, Range, require
 from jaxspec.inputs.spec import Count, Natural, Positive
 from jaxspec.rewards.extract import Style
 
@@ -17,7 +17,7 @@ Weight = Annotated[float, Range()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Checked, prefix="data."):
+class DataConfig(CheckedConfig, prefix="data."):
     """Prompts with checkable answers: generated tasks, or rows of a file."""
 
     path: str = ""
@@ -46,12 +46,12 @@ class DataConfig(Checked, prefix="data."):
     """Text appended to each problem of `path`, such as how to mark the final answer. With
     answer_style code, {test} in it stands for the first of a row's asserts, which names the
     function."""
-    max_prompt_length: Annotated[int, Range(least=2)] = 8
+    max_prompt_length: Annotated[int, Range(min=2)] = 8
     """Longest prompt, in tokens; longer problems are left out and counted."""
     task: Literal["add", "subtract", "mixed", "programs"] = "add"
     """Family of the generated tasks: arithmetic, or `programs`: functions to write from a list of
     steps, in answer_style code."""
-    digits: Annotated[int, Range(least=1, most=4)] = 2
+    digits: Annotated[int, Range(min=1, max=4)] = 2
     """Difficulty of the generated tasks: digits of the operands, or steps of a program, 1 to
     4."""
     eval_prompts: Count = 64
@@ -66,7 +66,7 @@ class DataConfig(Checked, prefix="data."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(Checked, prefix="reward."):
+class RewardConfig(CheckedConfig, prefix="reward."):
     """What a response is paid for."""
 
     verifier: Literal["exact", "math", "code"] = "exact"
@@ -92,7 +92,7 @@ class RewardConfig(Checked, prefix="reward."):
     counts as wrong, as `timeout`; rows that the function is late with are left out."""
     rows: Count = 32
     """Responses that the function is called with, at most."""
-    max_failed: Annotated[float, Range(least=0, most=1)] = 0.1
+    max_failed: Annotated[float, Range(min=0, max=1)] = 0.1
     """Share of a rollout's responses that nothing may be known of before the run ends: the function
     failed on them, or others of the batch took all its time."""
 
@@ -103,9 +103,9 @@ class RewardConfig(Checked, prefix="reward."):
             " contained as far as this system can (docs/rewards.md); say so with"
             " --reward.run_code",
         )
-        named, given = bool(self.function), bool(self.parts)
+        has_function, has_parts = bool(self.function), bool(self.parts)
         require(
-            not given or named == ("function" in self.parts),
+            not has_parts or has_function == ("function" in self.parts),
             f"reward.parts is {', '.join(self.parts)} and reward.function {self.function!r}; name"
             " a function and the part `function`, or neither",
         )
@@ -131,7 +131,7 @@ class RewardConfig(Checked, prefix="reward."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetConfig(Checked, prefix="set."):
+class SetConfig(CheckedConfig, prefix="set."):
     """A named set of problems with rewards of its own, for `mixture` and `eval.sets`."""
 
     name: str
@@ -152,7 +152,7 @@ class SetConfig(Checked, prefix="set."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(Checked, prefix="eval."):
+class EvalConfig(CheckedConfig, prefix="eval."):
     """How the policy is measured: in a run every so often, and by `jaxspec.evaluate`."""
 
     every: Count = 20
@@ -165,7 +165,7 @@ class EvalConfig(Checked, prefix="eval."):
     to compile, and so are all settings down to `stop`."""
     top_k: Natural | Literal["same"] = "same"
     """As rollout.top_k."""
-    top_p: Annotated[float, Range(above=0, most=1)] | Literal["same"] = "same"
+    top_p: Annotated[float, Range(above=0, max=1)] | Literal["same"] = "same"
     """As rollout.top_p."""
     min_new_tokens: Natural | Literal["same"] = "same"
     """As rollout.min_new_tokens."""
@@ -183,17 +183,17 @@ class EvalConfig(Checked, prefix="eval."):
     def check(self) -> None:
         if self.stop != "same":
             require_stop_strings("eval.stop", self.stop)
-        require_names(self.sets, "eval.sets")
+        require_unique(self.sets, "eval.sets")
         require(
-            all(each.weight == 1 for each in self.sets),
+            all(dataset.weight == 1 for dataset in self.sets),
             "eval.sets have weights, which only a mixture has a use for; leave them out",
         )
 
 
-def require_names(sets: tuple[SetConfig, ...], where: str) -> None:
+def require_unique(sets: tuple[SetConfig, ...], setting: str) -> None:
     """Refuses sets of the same name."""
-    names = [each.name for each in sets]
+    names = [dataset.name for dataset in sets]
     require(
         len(set(names)) == len(names),
-        f"{where} has the names {', '.join(names)}; give each a name of its own",
+        f"{setting} has the names {', '.join(names)}; give each a name of its own",
     )

@@ -113,11 +113,11 @@ _POSITIONS = 40_960
 """Of all of Qwen3, before any stretching."""
 
 
-def as_published(model: ModelConfig) -> ModelSpec:
+def spec_without_checkpoint(model: ModelConfig) -> ModelSpec:
     """A model without its checkpoint; where it has the sizes of a published one, with what that
     one's config.json says beside them: experts, and the positions that it allows for. Fewer layers
     may be asked for, to see what a layer takes."""
-    bare = replace(
+    sizes = replace(
         model,
         path="",
         ignore=False,
@@ -126,8 +126,8 @@ def as_published(model: ModelConfig) -> ModelSpec:
         remat=QWEN3_8B.remat,
     )
     for published, family in _FAMILIES:
-        if replace(bare, layers=published.layers) == published:
+        if replace(sizes, layers=published.layers) == published:
             return ModelSpec(
                 **vars(replace(model, path="")), family=family, rope=RopeSpec(context=_POSITIONS)
             )
-    return ModelSpec.of(replace(model, path=""))
+    return ModelSpec.from_config(replace(model, path=""))

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxspec.drafts.kinds import DraftKind, LookupKind, kind_of
-from jaxspec.inputs.checked import Checked, Range, require
-from jaxspec.inputs.json_keys import is_whole_text, shown
+from jaxspec.inputs.checked import CheckedConfig, Range, require
+from jaxspec.inputs.json_keys import format_value, is_valid_utf8
 from jaxspec.inputs.spec import Count, LayerCount, Natural
 
 DraftSampling = Literal["argmax", "sample", "auto"]
 VerifyRule = Literal["block", "token", "coupled"]
-Temperature = Annotated[float, Range(least=1e-3, most=1000, or_zero=True)]
+Temperature = Annotated[float, Range(min=1e-3, max=1000, or_zero=True)]
 """Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
-DraftLength = Annotated[int, Range(least=1, remedy="rollout.draft.kind none is plain decoding")]
+DraftLength = Annotated[int, Range(min=1, remedy="rollout.draft.kind none is plain decoding")]
 LARGE_VOCAB, PUBLISHED_VOCAB = 32_768, 32_000
 """Tokens of a policy beyond which `auto` gives its draft fewer, and the most that it gives.
 
@@ -25,7 +25,7 @@ AUTO_LENGTHS = (0, 1, 3, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(Checked, prefix="rollout.draft."):
+class DraftConfig(CheckedConfig, prefix="rollout.draft."):
     """What proposes tokens, and how they are drawn."""
 
     kind: DraftKind = "eagle3"
@@ -60,17 +60,17 @@ class DraftConfig(Checked, prefix="rollout.draft."):
     whose output is read (SpecForge)."""
 
     def check(self) -> None:
-        looked_up = (
+        message = (
             f"rollout.draft.draft_length auto weighs drafts that every round has, and {self.kind}"
             " finds them in some only"
         )
         require(
-            not self.draft_lengths or self.learned or not self.drafts,
-            f"{looked_up}; give a number, such as 5",
+            not self.length_choices or self.is_learned or not self.is_enabled,
+            f"{message}; give a number, such as 5",
         )
 
     @property
-    def draft_lengths(self) -> tuple[int, ...]:
+    def length_choices(self) -> tuple[int, ...]:
         """Draft lengths among which each round chooses; empty: it is always the same."""
         return AUTO_LENGTHS if self.draft_length == "auto" else ()
 
@@ -80,24 +80,24 @@ class DraftConfig(Checked, prefix="rollout.draft."):
         return AUTO_LENGTHS[-1] if isinstance(self.draft_length, str) else self.draft_length
 
     @property
-    def own_vocab(self) -> int:
+    def draft_vocab(self) -> int:
         """Size of the draft's own vocabulary; 0: it has the policy's. `auto` counts as 0 until it
         is resolved."""
         return 0 if isinstance(self.vocab, str) else self.vocab
 
     @property
-    def drafts(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether anything is proposed; False: plain decoding."""
         return self.kind != "none"
 
     @property
-    def learned(self) -> bool:
+    def is_learned(self) -> bool:
         """Whether the draft has weights."""
         return kind_of(self.kind).learned is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupConfig(Checked, prefix="rollout.lookup."):
+class LookupConfig(CheckedConfig, prefix="rollout.lookup."):
     """Drafts found in text that is there already: of the row itself, or of other answers to its
     prompt."""
 
@@ -116,15 +116,15 @@ class LookupConfig(Checked, prefix="rollout.lookup."):
     rows."""
 
     def check(self) -> None:
-        longer = (
+        message = (
             f"rollout.lookup.min_match {self.min_match} is above rollout.lookup.max_match"
             f" {self.max_match}"
         )
-        require(self.min_match <= self.max_match, f"{longer}; lower the first or raise the second")
+        require(self.min_match <= self.max_match, f"{message}; lower the first or raise the second")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(Checked, prefix="rollout.engine."):
+class EngineConfig(CheckedConfig, prefix="rollout.engine."):
     """Memory and loops of generation; nothing here changes a token's distribution, and in coupled
     mode no token."""
 
@@ -153,19 +153,19 @@ class EngineConfig(Checked, prefix="rollout.engine."):
 
     def check(self) -> None:
         remedy = "give a page size too, 64 for example, or leave pages 0"
-        given = f"rollout.engine.pages is {self.pages}"
+        message = f"rollout.engine.pages is {self.pages}"
         require(
             self.pages == 0 or self.page_size != 0,
-            f"{given}, but page_size 0 makes a page of every row; {remedy}",
+            f"{message}, but page_size 0 makes a page of every row; {remedy}",
         )
         require(
             self.pages == 0 or self.page_size != "auto",
-            f"{given}, and of what size is left to page_size auto; {remedy}",
+            f"{message}, and of what size is left to page_size auto; {remedy}",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig(Checked, prefix="rollout."):
+class RolloutConfig(CheckedConfig, prefix="rollout."):
     """How responses are generated; the policy's distribution is what `temperature`, `top_k`,
     `top_p`, `min_p`, `min_new_tokens` and `banned` leave of it, truncated in this order."""
 
@@ -178,10 +178,10 @@ class RolloutConfig(Checked, prefix="rollout."):
     token (not for training)."""
     top_k: Natural = 0
     """Sample from the k most likely tokens; 0: from all."""
-    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    top_p: Annotated[float, Range(above=0, max=1)] = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1:
     from all."""
-    min_p: Annotated[float, Range(least=0, most=1)] = 0.0
+    min_p: Annotated[float, Range(min=0, max=1)] = 0.0
     """Sample from tokens at least this share as likely as the most likely one; 0: from all."""
     banned: tuple[Natural, ...] = ()
     """Token ids that are never sampled."""
@@ -205,23 +205,23 @@ class RolloutConfig(Checked, prefix="rollout."):
 
     def check(self) -> None:
         require_stop_strings("rollout.stop", self.stop)
-        longer = (
+        message = (
             f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens"
             f" {self.max_new_tokens}"
         )
         require(
             self.min_new_tokens < self.max_new_tokens,
-            f"{longer}; lower the first or raise the second",
+            f"{message}; lower the first or raise the second",
         )
 
     @property
     def lookup_kind(self) -> str:
         """The look-up in use, alone or beside a learned draft."""
-        alone = kind_of(self.draft.kind).lookup
-        return alone if alone != "none" else self.lookup.beside
+        sole_lookup = kind_of(self.draft.kind).lookup
+        return sole_lookup if sole_lookup != "none" else self.lookup.beside
 
     @property
-    def past(self) -> int:
+    def past_answers(self) -> int:
         """Earlier answers that a prompt brings along."""
         return self.lookup.past if kind_of(self.lookup_kind).reads_history else 0
 
@@ -230,6 +230,6 @@ def require_stop_strings(name: str, strings: Iterable[str]) -> None:
     """Refuses stop strings that no response can contain."""
     for text in strings:
         require(
-            bool(text) and is_whole_text(text),
-            f"{name} has {shown(text)}; each must be a text in UTF-8 of a character or more",
+            bool(text) and is_valid_utf8(text),
+            f"{name} has {format_value(text)}; each must be a text in UTF-8 of a character or more",
         )

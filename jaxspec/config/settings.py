@@ -16,9 +16,9 @@ from jaxspec.config.algorithm import (
     OptimizerConfig,
     OverlongConfig,
     Rate,
-    with_usual_rates,
+    resolve_learning_rates,
 )
-from jaxspec.config.data import DataConfig, EvalConfig, RewardConfig, SetConfig, require_names
+from jaxspec.config.data import DataConfig, EvalConfig, RewardConfig, SetConfig, require_unique
 from jaxspec.config.rollout import (
     AUTO_LENGTHS,
     DraftConfig,
@@ -31,7 +31,7 @@ from jaxspec.config.rollout import (
     VerifyRule,
 )
 from jaxspec.drafts.kinds import DraftKind, LookupKind
-from jaxspec.inputs.checked import Checked, ConfigError, Range, divisors, require
+from jaxspec.inputs.checked import CheckedConfig, ConfigError, Range, divisors, require
 from jaxspec.inputs.spec import (
     Count,
     DraftSpec,
@@ -81,17 +81,17 @@ __all__ = [
     "require",
 ]
 
-OF_THE_RUN = {
+SHARED_SETTINGS = {
     "data": ("tokenizer", "prompt_format", "max_prompt_length"),
     "reward": ("workers", "deadline", "max_failed"),
 }
 """Settings that all sets of problems share."""
-Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
+Seed = Annotated[int, Range(min=0, max=2**32 - 1)]
 """What numpy, JAX and grain all tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftTrainingConfig(Checked, prefix="draft_training."):
+class DraftTrainingConfig(CheckedConfig, prefix="draft_training."):
     """How a learned draft is trained, offline before the run and online during it."""
 
     loss: Literal["ce", "kl", "lk", "lambda", "tv"] = "ce"
@@ -100,14 +100,14 @@ class DraftTrainingConfig(Checked, prefix="draft_training."):
     ttt_steps: Count = 3
     """Depths of the training-time-test unroll (EAGLE-3, MTP): step i trains on the draft's own
     states."""
-    decay: Annotated[float, Range(above=0, most=1)] = 0.8
+    decay: Annotated[float, Range(above=0, max=1)] = 0.8
     """Weight of depth i in the draft loss is `decay**i`."""
     online: bool = True
     """Whether the draft is trained during the run, on the learner's own detached hidden states."""
     every: Count | Literal["auto"] = 1
     """Batches from one online update of the draft to the next; `auto`: it learns while acceptance
     still rises, or has fallen behind its best."""
-    alarm: Annotated[float, Range(least=0, most=1)] = 0.3
+    alarm: Annotated[float, Range(min=0, max=1)] = 0.3
     """Where acceptance_length falls by more than this share from one batch to the next, a warning
     says what to look at; 1: never."""
     learning_rate: Rate = "auto"
@@ -118,7 +118,7 @@ class DraftTrainingConfig(Checked, prefix="draft_training."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig(Checked, prefix="batch."):
+class BatchConfig(CheckedConfig, prefix="batch."):
     """What is generated and learnt from at once, in groups (GRPO, arXiv 2402.03300)."""
 
     prompts: Count = 16
@@ -142,7 +142,7 @@ class BatchConfig(Checked, prefix="batch."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(Checked, prefix="mesh."):
+class MeshConfig(CheckedConfig, prefix="mesh."):
     """Devices as `data` x `expert` x `tensor`."""
 
     data: Natural = 0
@@ -152,13 +152,13 @@ class MeshConfig(Checked, prefix="mesh."):
     settings say of a data shard (slots, pages, micro-batches) is then of each."""
     tensor: Count = 1
     """Shards of heads, ffn and vocabulary."""
-    shard_above: Annotated[int, Range(least=0, most=2**63 - 1)] = 2**22
+    shard_above: Annotated[int, Range(min=0, max=2**63 - 1)] = 2**22
     """Weights with at least so many elements are stored sharded over `data` too; gathering smaller
     ones costs more than it saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig(Checked, prefix="sft."):
+class SftConfig(CheckedConfig, prefix="sft."):
     """Supervised warm start of the embedded model (`train_sft`)."""
 
     steps: Natural = 360
@@ -170,12 +170,12 @@ class SftConfig(Checked, prefix="sft."):
     format: Literal["worked", "text"] = "worked"
     """`worked` solves each prompt step by step (some steps wrong); `text` is a mixed corpus to
     continue."""
-    wrong_steps: Annotated[float, Range(least=0, below=1)] = 0.3
+    wrong_steps: Annotated[float, Range(min=0, below=1)] = 0.3
     """Share of worked steps that are wrong, so that the start is imperfect."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineConfig(Checked, prefix="offline."):
+class OfflineConfig(CheckedConfig, prefix="offline."):
     """Offline training of the draft on the policy's own responses (`train_draft`)."""
 
     samples: Count = 2048
@@ -194,15 +194,15 @@ class OfflineConfig(Checked, prefix="offline."):
     a small one that is made here."""
 
     def check(self) -> None:
-        batch = (
+        message = (
             f"offline.samples {self.samples} fit one batch of offline.rows {self.rows}, which is"
             " held out"
         )
-        require(self.samples > self.rows or bool(self.text), f"{batch}; at least {self.rows + 1}")
+        require(self.samples > self.rows or bool(self.text), f"{message}; at least {self.rows + 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Checked):
+class Config(CheckedConfig):
     """One run."""
 
     steps: Count = 80
@@ -244,24 +244,24 @@ class Config(Checked):
     head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self) -> None:
-        first = numbers_of("profile", self.profile).start
-        traced = (
+        first_call = parse_range("profile", self.profile).start
+        message = (
             f"profile is {self.profile!r}, and the last call of a run of steps {self.steps} is"
             f" number {self.steps}"
         )
-        require(first <= self.steps, f"{traced}; begin there or before, or raise steps")
-        alone = self.batch.group_size == 1 and self.advantage.baseline != "none"
+        require(first_call <= self.steps, f"{message}; begin there or before, or raise steps")
+        lacks_baseline = self.batch.group_size == 1 and self.advantage.baseline != "none"
         require(
-            not alone,
+            not lacks_baseline,
             f"batch.group_size 1 with advantage.baseline {self.advantage.baseline}: an answer"
             " without others is always as good as expected; raise it to 2 or more, or set"
             " --advantage.baseline none (REINFORCE)",
         )
-        most = self.dynamic_sampling.max_batches
+        max_batches = self.dynamic_sampling.max_batches
         require(
-            not most or self.batch.group_size > 1,
-            f"dynamic_sampling.max_batches {most} with batch.group_size 1: one answer never differs"
-            " from itself; raise batch.group_size to 2 or more, or set"
+            not max_batches or self.batch.group_size > 1,
+            f"dynamic_sampling.max_batches {max_batches} with batch.group_size 1: one answer never"
+            " differs from itself; raise batch.group_size to 2 or more, or set"
             " --dynamic_sampling.max_batches 0",
         )
 
@@ -271,31 +271,34 @@ class Config(Checked):
             " are not read, so their reward would be without it, and their group's baseline wrong;"
             " set --kl.where loss, or --overlong.no_filter",
         )
-        require_names(self.mixture, "mixture")
+        require_unique(self.mixture, "mixture")
 
     @property
     def training_sets(self) -> tuple[SetConfig, ...]:
         """What is trained on: the sets of the mixture, or the run's own data as the only one."""
-        alone = SetConfig(name="held_out", data=self.data, reward=self.reward)
-        return tuple(self._shared(each) for each in self.mixture) or (alone,)
+        run_set = SetConfig(name="held_out", data=self.data, reward=self.reward)
+        return tuple(self._share_settings(dataset) for dataset in self.mixture) or (run_set,)
 
     @property
-    def judged_sets(self) -> dict[str, SetConfig]:
+    def sets_by_prefix(self) -> dict[str, SetConfig]:
         """All sets of problems in the order of their numbers, those to train on first, by what
         comes before the names of their settings."""
-        measured = (self._shared(each) for each in self.eval.sets)
-        mixed = [f"mixture.{number}." for number in range(len(self.mixture))] or [""]
-        names = [*mixed, *(f"eval.sets.{number}." for number in range(len(self.eval.sets)))]
-        return dict(zip(names, (*self.training_sets, *measured), strict=True))
+        eval_sets = (self._share_settings(dataset) for dataset in self.eval.sets)
+        training_prefixes = [f"mixture.{i}." for i in range(len(self.mixture))] or [""]
+        prefixes = [*training_prefixes, *(f"eval.sets.{i}." for i in range(len(self.eval.sets)))]
+        return dict(zip(prefixes, (*self.training_sets, *eval_sets), strict=True))
 
-    def _shared(self, each: SetConfig) -> SetConfig:
+    def _share_settings(self, dataset: SetConfig) -> SetConfig:
         """A set with what is the run's: tokenizer, prompts and workers."""
         data, reward = self.data, self.reward
         return replace(
-            each,
-            data=replace(each.data, **{name: getattr(data, name) for name in OF_THE_RUN["data"]}),
+            dataset,
+            data=replace(
+                dataset.data, **{name: getattr(data, name) for name in SHARED_SETTINGS["data"]}
+            ),
             reward=replace(
-                each.reward, **{name: getattr(reward, name) for name in OF_THE_RUN["reward"]}
+                dataset.reward,
+                **{name: getattr(reward, name) for name in SHARED_SETTINGS["reward"]},
             ),
         )
 
@@ -303,21 +306,21 @@ class Config(Checked):
     def learning_rates(self) -> LearningRates:
         """Learning rates, with the usual ones of what is trained for `auto`."""
         policy, draft = self.optimizer.learning_rate, self.draft_training.learning_rate
-        given = policy, draft, self.offline.learning_rate
-        return with_usual_rates(given, bool(self.model.path), self.lora.rank > 0)
+        rate_settings = policy, draft, self.offline.learning_rate
+        return resolve_learning_rates(rate_settings, bool(self.model.path), self.lora.rank > 0)
 
     @property
-    def on_policy(self) -> bool:
+    def is_on_policy(self) -> bool:
         """Whether a batch has one update, and all its rows are of the policy that it updates."""
-        fills = self.dynamic_sampling
-        older = fills.max_batches > 0 and fills.surplus == "carry"
-        return self.batch.mini_batches * self.batch.epochs == 1 and not older
+        dynamic_sampling = self.dynamic_sampling
+        has_older_rows = dynamic_sampling.max_batches > 0 and dynamic_sampling.surplus == "carry"
+        return self.batch.mini_batches * self.batch.epochs == 1 and not has_older_rows
 
     @property
-    def reads_old_logprobs(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         """Whether anything in the loss is a ratio of policy to old policy, or weighs it."""
-        of_ratio = self.loss.kind != "reinforce" or bool(self.loss.function)
-        return of_ratio or self.loss.importance != "none"
+        has_ratio = self.loss.kind != "reinforce" or bool(self.loss.function)
+        return has_ratio or self.loss.importance != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,11 +335,14 @@ class ResolvedConfig(Config):
     """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
 
     @classmethod
-    def of(cls, config: Config) -> ResolvedConfig:
+    def from_config(cls, config: Config) -> ResolvedConfig:
         """A run without checkpoints: its settings say everything."""
         if isinstance(config, ResolvedConfig):
             return config
-        specs = {"model": ModelSpec.of(config.model), "head": HeadSpec.of(config.head)}
+        specs = {
+            "model": ModelSpec.from_config(config.model),
+            "head": HeadSpec.from_config(config.head),
+        }
         return cls(**{**vars(config), **specs})
 
     @property
@@ -347,18 +353,18 @@ class ResolvedConfig(Config):
     @property
     def draft_spec(self) -> DraftSpec:
         """What the run's kind of draft may look at."""
-        rollout, own = self.rollout, self.draft_model
+        rollout, draft_model = self.rollout, self.draft_model
         draft, lookup = rollout.draft, rollout.lookup
-        if own is not None:
-            own = replace(own, dtype=self.model.dtype, remat=self.model.remat)
-        trained = self.draft_training.online or self.offline.steps > 0
+        if draft_model is not None:
+            draft_model = replace(draft_model, dtype=self.model.dtype, remat=self.model.remat)
+        is_trained = self.draft_training.online or self.offline.steps > 0
         return DraftSpec(
             kind=draft.kind,
             max_length=draft.max_draft_length,
             policy=self.model,
-            own=own,
+            decoder=draft_model,
             head=self.head,
-            vocab=draft.own_vocab,
+            vocab=draft.draft_vocab,
             ffn=draft.ffn,
             layers=draft.layers,
             embedding_first=draft.embedding_first,
@@ -370,21 +376,21 @@ class ResolvedConfig(Config):
             max_match=lookup.max_match,
             group_size=self.batch.group_size,
             row_length=self.row_length,
-            depths=self.draft_training.ttt_steps if trained else 0,
+            depths=self.draft_training.ttt_steps if is_trained else 0,
         )
 
 
-def numbers_of(name: str, text: str) -> range:
+def parse_range(name: str, text: str) -> range:
     """The numbers that FIRST:END stands for, END excluded; none for an empty text.
 
     Raises:
       ConfigError: it stands for none.
     """
-    first, _, end = (text or "0:0").partition(":")
-    digits = first.isdecimal() and end.isdecimal() and len(first + end) < 20
-    whole = digits and (int(first) < int(end) or not text)
+    first, _, stop = (text or "0:0").partition(":")
+    is_numeric = first.isdecimal() and stop.isdecimal() and len(first + stop) < 20
+    is_valid = is_numeric and (int(first) < int(stop) or not text)
     require(
-        whole,
+        is_valid,
         f"{name} is {text!r}; FIRST:END with END above FIRST, such as 10:12 for the two from 10 on",
     )
-    return range(int(first), int(end))
+    return range(int(first), int(stop))

@@ -4,28 +4,28 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import get_args
 
-from jaxspec.config.as_json import flat, stands_for, to_json
+from jaxspec.config.as_json import flatten_settings, includes_setting, to_json
 from jaxspec.config.settings import Config, DraftConfig, RewardConfig
 from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.inputs.checked import Unused, require
 
 
-def _generic(c: Config) -> bool:
+def _uses_generic_text(c: Config) -> bool:
     """Whether offline training reads the built-in corpus."""
-    return c.rollout.draft.learned and c.offline.steps > 0 and c.offline.text == "generic"
+    return c.rollout.draft.is_learned and c.offline.steps > 0 and c.offline.text == "generic"
 
 
-def _settings(c: Config) -> frozenset[str]:
+def _settings_in_use(c: Config) -> frozenset[str]:
     """Settings that the kind of draft, and that of the look-up in use, have a use for."""
     return kind_of(c.rollout.draft.kind).settings | kind_of(c.rollout.lookup_kind).settings
 
 
-def _by_kind(setting: str, fact: str) -> Unused:
+def _rule_by_kind(setting: str, fact: str) -> Unused:
     """A setting that some kinds have no use for."""
-    return Unused(setting, fact, lambda c: setting not in _settings(c))
+    return Unused(setting, fact, lambda c: setting not in _settings_in_use(c))
 
 
-def _from_files(setting: str) -> Unused:
+def _rule_by_files(setting: str) -> Unused:
     """A setting that the files of some loaded drafts say."""
     return Unused(
         setting,
@@ -33,17 +33,17 @@ def _from_files(setting: str) -> Unused:
         lambda c: (
             bool(c.rollout.draft.path) and setting in kind_of(c.rollout.draft.kind).from_files
         ),
-        said_by_files=True,
+        set_by_files=True,
     )
 
 
-def _rewards(c: Config) -> list[RewardConfig]:
+def _all_rewards(c: Config) -> list[RewardConfig]:
     """Of all sets of problems."""
-    return [each.reward for each in c.judged_sets.values()]
+    return [dataset.reward for dataset in c.sets_by_prefix.values()]
 
 
-def _on_policy(c: Config) -> bool:
-    return c.on_policy
+def _is_on_policy(c: Config) -> bool:
+    return c.is_on_policy
 
 
 _ON_POLICY = "one update a batch (batch.mini_batches 1, batch.epochs 1), whose ratios are 1,"
@@ -55,18 +55,19 @@ _OFFLINE = "offline.samples offline.text offline.rows offline.learning_rate"
 _KIND = "rollout.draft.kind {c.rollout.draft.kind}"
 _LOOKUP = f"{_KIND} and look-up {{c.rollout.lookup_kind}}"
 
-WITH_ANY_DRAFT = (
+GENERAL_RULES = (
     Unused(
         f"{_SIZES} model.rope_theta model.norm_eps model.tied",
         "model.path, whose config.json says it,",
         lambda c: bool(c.model.path),
-        said_by_files=True,
+        set_by_files=True,
     ),
     Unused(
         "model.ignore",
         "no checkpoint to read (model.path)",
         lambda c: (
-            not c.model.path and not ("model.ignore" in _settings(c) and c.rollout.draft.path)
+            not c.model.path
+            and not ("model.ignore" in _settings_in_use(c) and c.rollout.draft.path)
         ),
     ),
     Unused(
@@ -112,16 +113,22 @@ WITH_ANY_DRAFT = (
     Unused(
         "data.task data.digits",
         "mixture and no warm start (sft.steps 0)",
-        lambda c: bool(c.mixture) and c.sft.steps == 0 and not _generic(c),
+        lambda c: bool(c.mixture) and c.sft.steps == 0 and not _uses_generic_text(c),
     ),
-    Unused("data.task data.digits", "data.path", lambda c: bool(c.data.path) and not _generic(c)),
+    Unused(
+        "data.task data.digits",
+        "data.path",
+        lambda c: bool(c.data.path) and not _uses_generic_text(c),
+    ),
     Unused(
         "optimizer.freeze_router",
         "lora.rank, whose adapters leave routers as they are,",
         lambda c: c.lora.rank > 0,
     ),
     Unused("sft.format sft.rows sft.learning_rate", "sft.steps 0", lambda c: c.sft.steps == 0),
-    Unused("sft.wrong_steps", "sft.steps 0", lambda c: c.sft.steps == 0 and not _generic(c)),
+    Unused(
+        "sft.wrong_steps", "sft.steps 0", lambda c: c.sft.steps == 0 and not _uses_generic_text(c)
+    ),
     Unused(
         "loss.kind loss.clip_low loss.clip_high loss.dual_clip",
         "loss.function, which takes their place,",
@@ -135,11 +142,11 @@ WITH_ANY_DRAFT = (
     Unused(
         "loss.logprobs loss.reuse_below",
         "loss.kind reinforce, which has no ratio, and no loss.importance,",
-        lambda c: not c.reads_old_logprobs,
+        lambda c: not c.needs_old_logprobs,
     ),
     Unused("loss.dual_clip", "loss.kind cispo", lambda c: c.loss.kind == "cispo"),
-    Unused("loss.clip_low loss.clip_high loss.dual_clip", _ON_POLICY, _on_policy),
-    Unused("loss.reuse_below", _ON_POLICY, _on_policy),
+    Unused("loss.clip_low loss.clip_high loss.dual_clip", _ON_POLICY, _is_on_policy),
+    Unused("loss.reuse_below", _ON_POLICY, _is_on_policy),
     Unused(
         "loss.reuse_below",
         "loss.logprobs recompute",
@@ -148,7 +155,7 @@ WITH_ANY_DRAFT = (
     Unused(
         "loss.logprobs",
         "one update a batch, whose own pass has the old logprobs, and no loss.importance,",
-        lambda c: _on_policy(c) and c.loss.importance == "none",
+        lambda c: _is_on_policy(c) and c.loss.importance == "none",
     ),
     Unused(
         "loss.importance_min loss.importance_max",
@@ -174,13 +181,17 @@ WITH_ANY_DRAFT = (
     Unused(
         "reward.workers reward.deadline",
         "no reward.function and reward.verifier exact",
-        lambda c: all(not each.function and each.verifier == "exact" for each in _rewards(c)),
+        lambda c: all(
+            not reward.function and reward.verifier == "exact" for reward in _all_rewards(c)
+        ),
     ),
     Unused("reward.rows", "no reward.function", lambda c: not c.reward.function),
     Unused(
         "reward.max_failed",
         "no reward.function and reward.verifier exact",
-        lambda c: all(not each.function and each.verifier == "exact" for each in _rewards(c)),
+        lambda c: all(
+            not reward.function and reward.verifier == "exact" for reward in _all_rewards(c)
+        ),
     ),
     Unused(
         "optimizer.adam.decay",
@@ -204,36 +215,40 @@ WITH_ANY_DRAFT = (
 """What is judged whatever the draft."""
 
 
-def by_draft() -> tuple[Unused, ...]:
+def list_draft_rules() -> tuple[Unused, ...]:
     """What is judged where a run has one kind of draft."""
     kinds = [kind_of(name) for name in get_args(DraftKind)]
     settings = sorted(frozenset().union(*(kind.settings for kind in kinds)))
-    files = sorted(frozenset().union(*(kind.from_files for kind in kinds)))
-    of_lookups = [name for name in settings if name.startswith("rollout.lookup.")]
-    of_training = [name for name in settings if name.startswith("draft_training.")]
-    others = [name for name in settings if name not in (*of_lookups, *of_training, "model.ignore")]
+    file_settings = sorted(frozenset().union(*(kind.from_files for kind in kinds)))
+    lookup_settings = [name for name in settings if name.startswith("rollout.lookup.")]
+    training_settings = [name for name in settings if name.startswith("draft_training.")]
+    other_settings = [
+        name
+        for name in settings
+        if name not in (*lookup_settings, *training_settings, "model.ignore")
+    ]
     return (
         Unused(
             "compare_plain rollout.draft.draft_length draft_training.alarm",
             _KIND,
-            lambda c: not c.rollout.draft.drafts,
+            lambda c: not c.rollout.draft.is_enabled,
         ),
         # coupled noise differs even there
         Unused(
             "rollout.verify",
             _KIND,
-            lambda c: not c.rollout.draft.drafts and c.rollout.verify == "token",
+            lambda c: not c.rollout.draft.is_enabled and c.rollout.verify == "token",
         ),
         Unused(
             "rollout.draft.sampling rollout.draft.ffn rollout.draft.path",
             _KIND,
-            lambda c: not c.rollout.draft.learned,
+            lambda c: not c.rollout.draft.is_learned,
         ),
-        *(_by_kind(setting, _KIND) for setting in others),
+        *(_rule_by_kind(setting, _KIND) for setting in other_settings),
         Unused(
             "rollout.draft.temperature",
             f"{_KIND} and sampling {{c.rollout.draft.sampling}}",
-            lambda c: not c.rollout.draft.learned or c.rollout.draft.sampling != "sample",
+            lambda c: not c.rollout.draft.is_learned or c.rollout.draft.sampling != "sample",
         ),
         Unused(
             "rollout.draft.sampling rollout.draft.temperature",
@@ -245,18 +260,21 @@ def by_draft() -> tuple[Unused, ...]:
             "no rollout.draft.path",
             lambda c: not c.rollout.draft.path,
         ),
-        *(_from_files(setting) for setting in files),
-        *(_by_kind(setting, _LOOKUP) for setting in of_lookups),
+        *(_rule_by_files(setting) for setting in file_settings),
+        *(_rule_by_kind(setting, _LOOKUP) for setting in lookup_settings),
         Unused(
             f"{_OBJECTIVE} draft_training.learning_rate draft_training.every {_OFFLINE}",
             _KIND,
-            lambda c: not c.rollout.draft.learned,
+            lambda c: not c.rollout.draft.is_learned,
         ),
         Unused(
-            "offline.steps", _KIND, lambda c: not c.rollout.draft.learned and c.offline.steps > 0
+            "offline.steps", _KIND, lambda c: not c.rollout.draft.is_learned and c.offline.steps > 0
         ),
-        *(_by_kind(setting, f"{_KIND}, which has one depth,") for setting in of_training),
-        *(row for kind in kinds for row in kind.unused),
+        *(
+            _rule_by_kind(setting, f"{_KIND}, which has one depth,")
+            for setting in training_settings
+        ),
+        *(rule for kind in kinds for rule in kind.unused),
         Unused(
             "draft_training.decay",
             "draft_training.ttt_steps 1, which is one depth of weight 1,",
@@ -273,12 +291,16 @@ def by_draft() -> tuple[Unused, ...]:
             lambda c: not c.draft_training.online and not c.offline.steps,
         ),
         Unused(
-            _OFFLINE, "offline.steps 0", lambda c: c.rollout.draft.learned and c.offline.steps == 0
+            _OFFLINE,
+            "offline.steps 0",
+            lambda c: c.rollout.draft.is_learned and c.offline.steps == 0,
         ),
     )
 
 
-OF_POLICY = "seed model. data. mesh. sft. batch.prompts rollout.max_new_tokens batch.micro_tokens"
+POLICY_SETTINGS = (
+    "seed model. data. mesh. sft. batch.prompts rollout.max_new_tokens batch.micro_tokens"
+)
 """Settings that `train_sft` has a use for; prompts count for the mesh."""
 _FORM_OF_DRAFT = " ".join(
     f"rollout.draft.{item.name}"
@@ -289,17 +311,19 @@ _SAMPLING = (
     "rollout.min_new_tokens rollout.banned rollout.temperature rollout.top_k rollout.top_p"
     " rollout.min_p rollout.stop rollout.stop_ids rollout.enable_thinking rollout.engine."
 )
-OF_DRAFT = f"{OF_POLICY} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
+DRAFT_SETTINGS = (
+    f"{POLICY_SETTINGS} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
+)
 """Settings that `train_draft` reads."""
 
 
-IDLE = {"rollout.draft.vocab": 0}
+IDLE_VALUES = {"rollout.draft.vocab": 0}
 """Values that do nothing, by setting, beside its default."""
 
 
-def refuse_unused(config: Config, named: Iterable[str], with_draft: bool = True) -> None:
-    """Refuses settings among `named` that do nothing; what only a config file says is left alone,
-    and so is a default that would hold.
+def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: bool = True) -> None:
+    """Refuses settings among `named_settings` that do nothing; what only a config file says is left
+    alone, and so is a default that would hold.
 
     What depends on the draft is left alone without `with_draft`: to programs that go through the
     kinds by themselves.
@@ -307,43 +331,54 @@ def refuse_unused(config: Config, named: Iterable[str], with_draft: bool = True)
     Raises:
       ConfigError: names them, and the settings that make them useless.
     """
-    table = WITH_ANY_DRAFT + (by_draft() if with_draft else ())
-    defaults, values = flat(to_json(Config())), flat(to_json(config))
-    given = sorted(values.keys() & set(named))
-    idle = {name: (defaults.get(name), IDLE.get(name)) for name in given}
-    told: set[str] = set()
-    said: dict[str, list[str]] = {}
-    for row in table:
-        judged = [
+    rules = GENERAL_RULES + (list_draft_rules() if with_draft else ())
+    defaults, values = flatten_settings(to_json(Config())), flatten_settings(to_json(config))
+    candidates = sorted(values.keys() & set(named_settings))
+    idle_values = {name: (defaults.get(name), IDLE_VALUES.get(name)) for name in candidates}
+    reported: set[str] = set()
+    names_by_fact: dict[str, list[str]] = {}
+    for rule in rules:
+        active_names = [
             name
-            for name in given
-            if name not in told and (row.said_by_files or values[name] not in idle[name])
+            for name in candidates
+            if name not in reported and (rule.set_by_files or values[name] not in idle_values[name])
         ]
-        found = [name for name in judged if stands_for(row.settings.split(), name)]
-        if found and row.holds(config):
-            told |= set(found)
-            said.setdefault(row.fact.format(c=config), []).extend(found)
+        unused_names = [
+            name for name in active_names if includes_setting(rule.settings.split(), name)
+        ]
+        if unused_names and rule.applies(config):
+            reported |= set(unused_names)
+            names_by_fact.setdefault(rule.fact.format(c=config), []).extend(unused_names)
     facts = [
         f"with {fact} there is no use for {', '.join(f'--{name}' for name in sorted(names))}"
-        for fact, names in said.items()
+        for fact, names in names_by_fact.items()
     ]
-    require(not facts, f"{'; '.join(facts)}; leave {'it' if len(told) == 1 else 'them'} out")
+    require(not facts, f"{'; '.join(facts)}; leave {'it' if len(reported) == 1 else 'them'} out")
 
 
-def refuse_idle(named: Iterable[str], used: str, command: str) -> None:
-    """Refuses settings among `named` that a program never looks at, whatever their values; `used`
-    are those that it does, as in `Unused`.
+def refuse_idle(named_settings: Iterable[str], used_settings: str, command: str) -> None:
+    """Refuses settings among `named_settings` that a program never looks at, whatever their values;
+    `used_settings` are those that it does, as in `Unused`.
 
     Raises:
       ConfigError: names them, and settings in use of the same name elsewhere.
     """
-    idle = [name for name in sorted(named) if not stands_for(used.split(), name)]
-    lasts = {name.rpartition(".")[2] for name in idle}
-    there = [
-        name
-        for name in flat(to_json(Config()))
-        if name.rpartition(".")[2] in lasts and stands_for(used.split(), name)
+    idle_names = [
+        name for name in sorted(named_settings) if not includes_setting(used_settings.split(), name)
     ]
-    meant = f" (did you mean {' or '.join(f'--{name}' for name in there)}?)" if there else ""
-    listed, whole = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
-    require(not idle, f"{command} has no use for {listed}{meant}; leave {whole} out")
+    field_names = {name.rpartition(".")[2] for name in idle_names}
+    similar_names = [
+        name
+        for name in flatten_settings(to_json(Config()))
+        if name.rpartition(".")[2] in field_names and includes_setting(used_settings.split(), name)
+    ]
+    suggestion = (
+        f" (did you mean {' or '.join(f'--{name}' for name in similar_names)}?)"
+        if similar_names
+        else ""
+    )
+    options, pronoun = (
+        ", ".join(f"--{name}" for name in idle_names),
+        "it" if len(idle_names) == 1 else "them",
+    )
+    require(not idle_names, f"{command} has no use for {options}{suggestion}; leave {pronoun} out")

@@ -13,15 +13,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxspec.config.settings import DataConfig
-from jaxspec.data.messages import Message, Tools, messages_of, tools_of
-from jaxspec.data.problem_source import Problem, normal_form
-from jaxspec.inputs.checked import ConfigError, read_from
-from jaxspec.inputs.json_keys import is_whole_text, json_line, listed, named, shown
-from jaxspec.rewards.extract import extract, normalise
+from jaxspec.data.messages import Message, Tools, parse_messages, parse_tools
+from jaxspec.data.problem_source import Problem, normalize_text
+from jaxspec.inputs.checked import ConfigError, prefix_errors
+from jaxspec.inputs.json_keys import (
+    format_name,
+    format_value,
+    is_valid_utf8,
+    join_names,
+    parse_json_line,
+)
+from jaxspec.rewards.extract import extract_answer, normalize_answer
 from jaxspec.tokens.tokenizer import Tokenizer
 
 _EMPTY_BOX = re.compile(r"\\boxed\s{0,8}\{\s*\}")
-_ANSWERS = (
+_ANSWER_COLUMNS = (
     *("answer", "answers", "solution", "solutions"),
     *("response", "completion", "output", "target"),
 )
@@ -36,240 +42,272 @@ class Question(NamedTuple):
     tools: Tools | None
     answer: str
     """The reference answer; empty where the row states none."""
-    turn: int
+    problem_turn: int
     """Place of the user's last message, which is the problem."""
-    cut: int
+    dropped_turns: int
     """Messages of the assistant after those."""
     is_chat: bool
     """Whether the row has messages, not one text."""
-    absent: tuple[str, ...]
+    absent_columns: tuple[str, ...]
     """Settings that name a column which the row does not have."""
 
     @property
     def problem(self) -> str:
         """The text of the problem; empty where there is none."""
-        return self.chat[self.turn]["content"] if self.chat else ""
+        return self.chat[self.problem_turn]["content"] if self.chat else ""
 
     @property
-    def text(self) -> str:
+    def normal_text(self) -> str:
         """All that is asked in its normal form, the same for the same question."""
         if [message.keys() for message in self.chat] == [{"role", "content"}] and not self.tools:
-            return normal_form(self.problem)
-        parts = [normal_form(f"{each['role']}: {each.get('content')}") for each in self.chat]
-        others = [
-            {name: part for name, part in each.items() if name not in ("role", "content")}
-            for each in self.chat
+            return normalize_text(self.problem)
+        texts = [
+            normalize_text(f"{message['role']}: {message.get('content')}") for message in self.chat
         ]
-        return "\n".join(parts) + json.dumps([others, self.tools], sort_keys=True, default=str)
+        extra_keys = [
+            {name: value for name, value in message.items() if name not in ("role", "content")}
+            for message in self.chat
+        ]
+        return "\n".join(texts) + json.dumps([extra_keys, self.tools], sort_keys=True, default=str)
 
     @property
     def key(self) -> int:
         """A number that is the same for the same question, in every process."""
-        digest = hashlib.blake2b(self.text.encode(errors="surrogatepass"), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            self.normal_text.encode(errors="surrogatepass"), digest_size=8
+        ).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True)
 class RowParser:
-    """How a row of what `files.data_files` finds becomes a problem; `key` and `path` name that in
-    messages."""
+    """How a row of what `files.find_data_files` finds becomes a problem; `key` and `path` name
+    that in messages."""
 
     config: DataConfig
     tokenizer: Tokenizer
     key: str
     path: str
-    answers: bool = True
+    needs_answers: bool = True
     """Whether a row must state its answer; else one that does not, or not rightly, is a prompt
     without one."""
 
-    def read(self, row: Mapping[str, Any], index: int) -> Question:
+    def parse_question(self, row: Mapping[str, Any], index: int) -> Question:
         """Return the question of `row`, the file's row `index` from 0. Its chat is empty where the
         problem is null, absent or blank.
 
         Raises `ConfigError` naming file, line and column.
         """
-        absent = []
-        value = self._value(row, "prompt_column", absent)
-        answer = self._answer(row, index, absent)
-        chat = self._messages(value, index) if isinstance(value, list) else []
-        users = [place for place, each in enumerate(chat) if each["role"] == "user"]
-        turn, tools = users[-1] if users else 0, None
-        asked = [place for place, each in enumerate(chat) if each["role"] != "assistant"]
+        absent_columns = []
+        value = self._find_value(row, "prompt_column", absent_columns)
+        answer = self._find_answer(row, index, absent_columns)
+        chat = self._parse_chat(value, index) if isinstance(value, list) else []
+        user_turns = [
+            position for position, message in enumerate(chat) if message["role"] == "user"
+        ]
+        problem_turn, tools = user_turns[-1] if user_turns else 0, None
+        asked_turns = [
+            position for position, message in enumerate(chat) if message["role"] != "assistant"
+        ]
         if value is not None and not isinstance(value, list):
-            problem = self._column(value, "prompt_column", index)
-            chat, asked = [{"role": "user", "content": problem}], [0]
+            problem = self._require_text(value, "prompt_column", index)
+            chat, asked_turns = [{"role": "user", "content": problem}], [0]
         if "tools" in row:
-            with read_from(self.where(index)):
-                tools = tools_of(row["tools"])
-        end = asked[-1] + 1 if asked else 0
-        is_chat, cut = isinstance(value, list), len(chat) - end
-        if not chat or not (chat[turn].get("content") or "").strip():
-            chat, turn, end, cut = [], 0, 0, 0
-        return Question(chat[:end], tools, answer, turn, cut, is_chat, tuple(absent))
+            with prefix_errors(self.describe_row(index)):
+                tools = parse_tools(row["tools"])
+        chat_length = asked_turns[-1] + 1 if asked_turns else 0
+        is_chat, dropped_turns = isinstance(value, list), len(chat) - chat_length
+        if not chat or not (chat[problem_turn].get("content") or "").strip():
+            chat, problem_turn, chat_length, dropped_turns = [], 0, 0, 0
+        return Question(
+            chat[:chat_length],
+            tools,
+            answer,
+            problem_turn,
+            dropped_turns,
+            is_chat,
+            tuple(absent_columns),
+        )
 
-    def asked(self, question: Question, index: int) -> str | list[Message]:
+    def add_instruction(self, question: Question, index: int) -> str | list[Message]:
         """Return the messages to ask, or the text where that is all: with `data.instruction`.
 
         Raises `ConfigError` where the built-in tokenizer lacks a character.
         """
         instruction, problem = self.config.instruction, question.problem
         if self.config.answer_style == "code":
-            instruction = instruction.replace("{test}", first_test(question.answer))
+            instruction = instruction.replace("{test}", first_assertion(question.answer))
         text = f"{problem}\n{instruction}" if instruction else problem
-        if not self.config.tokenizer and (unknown := self.tokenizer.unknown(text)):
+        if not self.config.tokenizer and (
+            unknown_characters := self.tokenizer.unknown_characters(text)
+        ):
             raise ConfigError(
-                f"{self.where(index)}: the built-in tokenizer lacks {unknown[:20]!r}; set"
-                " data.tokenizer to a tokenizer's folder"
+                f"{self.describe_row(index)}: the built-in tokenizer lacks"
+                f" {unknown_characters[:20]!r}; set data.tokenizer to a tokenizer's folder"
             )
         if not question.is_chat and not question.tools:
             return text
         chat = list(question.chat)
-        chat[question.turn] = {**chat[question.turn], "content": text}
+        chat[question.problem_turn] = {**chat[question.problem_turn], "content": text}
         return chat
 
-    def render(self, question: Question, index: int) -> str:
+    def render_prompt(self, question: Question, index: int) -> str:
         """Return the prompt of a question, which is not empty; raises `ConfigError` naming file and
         line where the chat template refuses it."""
-        with read_from(self.where(index)):
-            return self.tokenizer.render(self.asked(question, index), question.tools)
+        with prefix_errors(self.describe_row(index)):
+            return self.tokenizer.render_prompt(
+                self.add_instruction(question, index), question.tools
+            )
 
-    def parse(self, line: bytes, index: int) -> Problem:
+    def parse_problem(self, line: bytes, index: int) -> Problem:
         """Return the problem in `line`, with an empty prompt where there is none.
 
-        Raises `ConfigError` as `read` and `render` do.
+        Raises `ConfigError` as `parse_question` and `render_prompt` do.
         """
-        row = json_line(line, self.where(index))
-        question = self.read(row, index)
+        row = parse_json_line(line, self.describe_row(index))
+        question = self.parse_question(row, index)
         if not question.chat:
             return Problem("", (), question.answer, index)
-        prompt = self.render(question, index)
-        with read_from(self.where(index)):
+        prompt = self.render_prompt(question, index)
+        with prefix_errors(self.describe_row(index)):
             ids = tuple(self.tokenizer.encode(prompt))
-        return Problem(prompt, ids, question.answer, index, row, question.text)
+        return Problem(prompt, ids, question.answer, index, row, question.normal_text)
 
-    def answer(self, line: bytes, index: int) -> str:
-        """Return the reference answer in `line`, as `parse` does; nothing is tokenised."""
-        return self._answer(json_line(line, self.where(index)), index, [])
+    def parse_answer(self, line: bytes, index: int) -> str:
+        """Return the reference answer in `line`, as `parse_problem` does; nothing is tokenised."""
+        return self._find_answer(parse_json_line(line, self.describe_row(index)), index, [])
 
-    def _answer(self, row: Mapping[str, Any], index: int, absent: list[str]) -> str:
-        value = self._value(row, "answer_column", absent)
+    def _find_answer(self, row: Mapping[str, Any], index: int, absent_columns: list[str]) -> str:
+        value = self._find_value(row, "answer_column", absent_columns)
         if value is None or value == []:
             return ""
         try:
             if self.config.answer_style == "code":
-                return assertions_of(row, value) or self._column(value, "answer_column", index)
-            return reference_answer(self._column(value, "answer_column", index))
+                return join_tests(row, value) or self._require_text(value, "answer_column", index)
+            return extract_reference(self._require_text(value, "answer_column", index))
         except ConfigError:
-            if self.answers:
+            if self.needs_answers:
                 raise
             return ""
 
-    def where(self, index: int) -> str:
+    def describe_row(self, index: int) -> str:
         """Return the place of row `index` for a message."""
         return f"{self.key} {self.path}, line {index + 1}"
 
-    def no_column(self, row: Mapping[str, Any], setting: str, index: int) -> ConfigError:
+    def missing_column_error(self, row: Mapping[str, Any], setting: str, index: int) -> ConfigError:
         """Return the refusal of a file whose rows lack the column that a setting names."""
         name: str = getattr(self.config, setting)
-        columns = listed(map(shown, row)) or "none"
+        columns = join_names(map(format_value, row)) or "none"
         return ConfigError(
-            f"{self.where(index)}: no column {shown(name)} among {columns};"
-            f" {self._remedy(row, setting)}"
+            f"{self.describe_row(index)}: no column {format_value(name)} among {columns};"
+            f" {self._suggest_remedy(row, setting)}"
         )
 
-    def _messages(self, value: list[Any], index: int) -> list[Message]:
+    def _parse_chat(self, value: list[Any], index: int) -> list[Message]:
         """The messages of a problem that is a chat."""
-        chat = messages_of(value)
-        texts = [each.get("content") or "" for each in chat or []]
-        users = [each for each in chat or [] if each["role"] == "user"]
-        whole = all(isinstance(text, str) and is_whole_text(text) for text in texts)
-        if chat is None or not whole or (chat and not users):
+        chat = parse_messages(value)
+        texts = [message.get("content") or "" for message in chat or []]
+        user_messages = [message for message in chat or [] if message["role"] == "user"]
+        has_valid_texts = all(isinstance(text, str) and is_valid_utf8(text) for text in texts)
+        if chat is None or not has_valid_texts or (chat and not user_messages):
             raise ConfigError(
-                f"{self.where(index)}: column {self.config.prompt_column!r} holds a list that is no"
-                " chat; its messages must be objects with a text (or parts of type 'text') for"
-                " `role` and `content` (or `from` and `value`), and the user must ask something"
+                f"{self.describe_row(index)}: column {self.config.prompt_column!r} holds a list"
+                " that is no chat; its messages must be objects with a text (or parts of type"
+                " 'text') for `role` and `content` (or `from` and `value`), and the user must ask"
+                " something"
             )
         return chat
 
-    def _value(self, row: Mapping[str, Any], setting: str, absent: list[str]) -> Any:
+    def _find_value(self, row: Mapping[str, Any], setting: str, absent_columns: list[str]) -> Any:
         """The value in the column that a setting names, by its whole name or along its dots; None
-        for a null, and for a column that is not there, which is added to `absent`."""
+        for a null, and for a column that is not there, which is added to `absent_columns`."""
         name: str = getattr(self.config, setting)
         value: Any = row
-        for part in [name] if name in row else name.split("."):
+        for key in [name] if name in row else name.split("."):
             if value is None:
                 return None
-            if not isinstance(value, Mapping) or part not in value:
-                absent.append(setting)
+            if not isinstance(value, Mapping) or key not in value:
+                absent_columns.append(setting)
                 return None
-            value = value[part]
+            value = value[key]
         return value
 
-    def _column(self, value: Any, setting: str, index: int) -> str:
+    def _require_text(self, value: Any, setting: str, index: int) -> str:
         """The text of a value that is not null."""
         name: str = getattr(self.config, setting)
-        holds = f"{self.where(index)}: column {name!r} holds"
-        if isinstance(value, str) and not is_whole_text(value):
-            raise ConfigError(f"{holds} half of a character, {shown(value)}; correct the text")
-        kind, remedy = type(value).__name__, f"set {self._option(setting)} to a column of text"
+        description = f"{self.describe_row(index)}: column {name!r} holds"
+        if isinstance(value, str) and not is_valid_utf8(value):
+            raise ConfigError(
+                f"{description} half of a character, {format_value(value)}; correct the text"
+            )
+        type_name, remedy = (
+            type(value).__name__,
+            f"set {self._option_name(setting)} to a column of text",
+        )
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ConfigError(f"{holds} a {kind} instead of text; {remedy}")
+            raise ConfigError(f"{description} a {type_name} instead of text; {remedy}")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{holds} a {kind} that is not finite instead of text; {remedy}")
+            raise ConfigError(
+                f"{description} a {type_name} that is not finite instead of text; {remedy}"
+            )
         return str(value)
 
-    def _remedy(self, row: Mapping[str, Any], setting: str) -> str:
+    def _suggest_remedy(self, row: Mapping[str, Any], setting: str) -> str:
         """What to do about a column that is absent: never advice that would train on the answers,
         or break the other file."""
-        option = self._option(setting)
+        option = self._option_name(setting)
         if self.key.endswith("eval_path"):
             return f"give the file the columns of data.path, which {option} names for both"
-        taken = {self.config.prompt_column}
+        excluded = {self.config.prompt_column}
         if setting == "prompt_column":
-            taken = {self.config.answer_column, *_ANSWERS}
-        free = [column for column in row if column.lower() not in taken]
-        near = difflib.get_close_matches(getattr(self.config, setting), free, 1)
-        if near:
-            return f"did you mean {option} {named(near[0])}?"
+            excluded = {self.config.answer_column, *_ANSWER_COLUMNS}
+        candidates = [column for column in row if column.lower() not in excluded]
+        matches = difflib.get_close_matches(getattr(self.config, setting), candidates, 1)
+        if matches:
+            return f"did you mean {option} {format_name(matches[0])}?"
         return f"set {option}"
 
-    def _option(self, setting: str) -> str:
+    def _option_name(self, setting: str) -> str:
         """What a setting beside the file's is called on the command line."""
         return f"--{self.key.rpartition('.')[0]}.{setting}"
 
 
-def assertions_of(row: Mapping[str, Any], tests: Any) -> str:
+def join_tests(row: Mapping[str, Any], tests: Any) -> str:
     """Return a program of tests, as MBPP has it (a list of asserts, and what they need) or
     HumanEval (a function `check`, and what it is called with); empty where `tests` is neither a
     text nor a list of texts."""
-    parts = [tests] if isinstance(tests, str) else tests
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+    test_blocks = [tests] if isinstance(tests, str) else tests
+    if not isinstance(test_blocks, list) or not all(
+        isinstance(block, str) for block in test_blocks
+    ):
         return ""
-    before = [row.get(name) for name in ("test_imports", "test_setup_code")]
-    lines = [part for each in before for part in (each if isinstance(each, list) else [each])]
-    entry, program = row.get("entry_point"), "\n".join(parts)
-    if isinstance(entry, str) and "def check(" in program:
-        program += f"\ncheck({entry})"
-    return "\n".join([*(line for line in lines if isinstance(line, str)), program]).strip()
+    setup_values = [row.get(name) for name in ("test_imports", "test_setup_code")]
+    setup_lines = [
+        line for value in setup_values for line in (value if isinstance(value, list) else [value])
+    ]
+    entry_point, program = row.get("entry_point"), "\n".join(test_blocks)
+    if isinstance(entry_point, str) and "def check(" in program:
+        program += f"\ncheck({entry_point})"
+    return "\n".join([*(line for line in setup_lines if isinstance(line, str)), program]).strip()
 
 
-def first_test(tests: str) -> str:
+def first_assertion(tests: str) -> str:
     """Return the first line of a program of tests that asserts, which says what a solution must be
     called; empty where none does."""
     return next((line for line in tests.splitlines() if line.startswith("assert ")), "")
 
 
 @functools.lru_cache(maxsize=32768)
-def reference_answer(text: str) -> str:
+def extract_reference(text: str) -> str:
     """Return the answer of a reference: what follows its last `####`, else its last \\boxed{}, else
     all of it.
 
     An empty box, without another, is no answer, and neither is what has an empty normal form.
     """
-    _, mark, rest = text.rpartition("####")
+    _, mark, last_part = text.rpartition("####")
     if mark:
-        answer = rest.strip().partition("\n")[0]
+        answer = last_part.strip().partition("\n")[0]
     else:
-        whole = "" if _EMPTY_BOX.search(text) else text
-        answer = extract(text, "boxed") or whole
-    return answer.strip() if normalise(answer) else ""
+        full_text = "" if _EMPTY_BOX.search(text) else text
+        answer = extract_answer(text, "boxed") or full_text
+    return answer.strip() if normalize_answer(answer) else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
-def normal_form(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Returns a text that is the same for two that differ in white space or Unicode form only."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
@@ -27,11 +27,11 @@ class Problem:
     """Everything that the row says."""
     question: str = ""
     """The problem before instruction and template, in its normal form."""
-    judge: int = 0
+    set_number: int = 0
     """Number of the set of problems that says what its responses are paid for."""
 
 
-class LeftOut(NamedTuple):
+class SkippedLines(NamedTuple):
     """Lines of a file that give no problem, by the reason."""
 
     too_long: int = 0
@@ -45,25 +45,27 @@ class LeftOut(NamedTuple):
     """They hold nothing at all."""
 
     @property
-    def problems(self) -> int:
+    def problem_count(self) -> int:
         """All but blank lines."""
         return sum(self) - self.blank
 
     def __str__(self) -> str:
         reasons = "too long", "repeated", "without an answer", "with an empty problem"
-        counted = ", ".join(
+        breakdown = ", ".join(
             f"{count} {reason}" for count, reason in zip(self, reasons, strict=False) if count
         )
-        problems = f"{self.problems} problems left out ({counted})" if counted else ""
+        description = f"{self.problem_count} problems left out ({breakdown})" if breakdown else ""
         return " and ".join(
-            filter(None, (problems, f"{self.blank} blank lines passed over" if self.blank else ""))
+            filter(
+                None, (description, f"{self.blank} blank lines passed over" if self.blank else "")
+            )
         )
 
 
 class Problems(ABC):
     """Problems by position, readable from several threads at once."""
 
-    left_out = LeftOut()
+    skipped_lines = SkippedLines()
     """What the source has beside them."""
     unrendered: Mapping[str, int] = {}
     """Parts of rows that no prompt holds, with the number of problems that have them."""
@@ -74,7 +76,7 @@ class Problems(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Problem: ...
 
-    def references(self) -> Iterator[tuple[str, str]]:
+    def iter_references(self) -> Iterator[tuple[str, str]]:
         """The place of each problem, for a message, and its reference answer."""
         return ((f"problem {problem.index + 1}", problem.answer) for problem in self)
 

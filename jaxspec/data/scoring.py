@@ -16,23 +16,23 @@ from jaxspec.config.settings import ResolvedConfig, RewardConfig, SetConfig
 from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import ProblemSets
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import listed, shown
+from jaxspec.inputs.json_keys import format_value, join_names
 from jaxspec.rewards.code import SANDBOXES
 from jaxspec.rewards.extract import Style
-from jaxspec.rewards.outcome import Scores, nothing_known
+from jaxspec.rewards.outcome import Scores, make_invalid_scores
 from jaxspec.rewards.pool import PoolError, RewardPool
-from jaxspec.rewards.scorer import Ahead, Rows, Scorer, SetScorers
+from jaxspec.rewards.scorer import RewardInputs, ScoreCollector, Scorer, SetScorers
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import EOS, LENGTH, Rollout
 from jaxspec.tokens.tokenizer import Tokenizer
 
-MOST_WORKERS = 8
+MAX_DEFAULT_WORKERS = 8
 """Processes where nothing says how many."""
-_BY_CORE = 4
+_WORKERS_PER_CORE = 4
 """Processes for each core, at most; more of them wait for one another."""
-_BYTES = 2**29
+_BYTES_PER_WORKER = 2**29
 """Memory for each process, at least."""
-_STATED: dict[Style, str] = {
+_TRIAL_RESPONSES: dict[Style, str] = {
     "hash": "# ANSWER",
     "boxed": "\\boxed{ANSWER}",
     "answer_line": "Answer: ANSWER",
@@ -45,11 +45,11 @@ _STATED: dict[Style, str] = {
 # It is said of a machine, not of a run, so it is no setting.
 WITHOUT_SANDBOX = "JAXSPEC_WITHOUT_SANDBOX"
 """Variable of the environment that lets programs run where no sandbox works."""
-_LISTED = 5
+_MAX_LISTED_ROWS = 5
 """Rows named in a message."""
 
 
-def scorer_of(config: ResolvedConfig) -> SetScorers:
+def make_scorers(config: ResolvedConfig) -> SetScorers:
     """What judges the responses of a run; its workers, if it has any, are ready.
 
     Raises:
@@ -58,7 +58,10 @@ def scorer_of(config: ResolvedConfig) -> SetScorers:
     """
     pools: dict[str, RewardPool] = {}
     remarks: list[str] = []
-    scorers = [_of_set(where, each, pools, remarks) for where, each in config.judged_sets.items()]
+    scorers = [
+        _make_scorer(prefix, set_config, pools, remarks)
+        for prefix, set_config in config.sets_by_prefix.items()
+    ]
     return SetScorers(scorers, remarks)
 
 
@@ -69,104 +72,111 @@ def try_scorers(config: ResolvedConfig, sets: ProblemSets, scorers: SetScorers) 
       ConfigError: a verifier cannot read some reference answers, which are listed; a user's
         function gives no reward for made-up responses to a problem.
     """
-    named = [*config.judged_sets.items()]
-    for number, problems in sets.with_judges():
-        where, each = named[number]
-        _require_readable(where, each.reward, scorers[number], problems)
+    named_sets = [*config.sets_by_prefix.items()]
+    for number, problems in sets.enumerate_sets():
+        prefix, set_config = named_sets[number]
+        _require_readable(prefix, set_config.reward, scorers[number], problems)
         if len(problems):
-            _require_rewarded(where, each, scorers[number], problems[0])
+            _require_rewarded(prefix, set_config, scorers[number], problems[0])
 
 
-def _of_set(
-    where: str, each: SetConfig, pools: dict[str, RewardPool], remarks: list[str]
+def _make_scorer(
+    prefix: str, set_config: SetConfig, pools: dict[str, RewardPool], remarks: list[str]
 ) -> Scorer:
     """What judges the responses to a set of problems; those with the same function share a pool of
-    workers. `where` comes before the names of settings in messages; adds to `remarks`."""
-    settings, function = each.reward, each.reward.function
-    verifies = settings.verifier != "exact" and "answer" in settings.all_parts
+    workers. `prefix` comes before the names of settings in messages; adds to `remarks`."""
+    settings, function = set_config.reward, set_config.reward.function
+    needs_verifier = settings.verifier != "exact" and "answer" in settings.all_parts
     require(
         settings.verifier != "math" or importlib.util.find_spec("math_verify") is not None,
-        f"{where}reward.verifier math needs math-verify, which is not installed: in a checkout run"
+        f"{prefix}reward.verifier math needs math-verify, which is not installed: in a checkout run"
         f" bash launch/venv.sh math, elsewhere pip install math-verify; or set"
-        f" --{where}reward.verifier exact",
+        f" --{prefix}reward.verifier exact",
     )
-    if (verifies or function) and function not in pools:
+    if (needs_verifier or function) and function not in pools:
         workers = count_workers(settings.workers)
         pools[function] = RewardPool(workers, settings.deadline, function)
-    pool = pools[function] if verifies or function else None
-    style, parts = each.data.answer_style, settings.all_parts
-    scorer = Scorer(style, parts, settings.all_weights, pool, settings.verifier, settings.rows)
+    pool = pools[function] if needs_verifier or function else None
+    style, reward_parts = set_config.data.answer_style, settings.all_parts
+    scorer = Scorer(
+        style, reward_parts, settings.all_weights, pool, settings.verifier, settings.rows
+    )
     try:
         if pool is not None:
             # This also hears whether the function was imported.
-            [form] = pool([["form"]])
-            if form and "function" in parts:
-                remarks.append(f"{where}reward.function {function} is called in {form}")
-        scorer(Rows((), (), (), ()))
-        if pool is not None and verifies and settings.verifier == "code":
+            [call_form] = pool([["form"]])
+            if call_form and "function" in reward_parts:
+                remarks.append(f"{prefix}reward.function {function} is called in {call_form}")
+        scorer(RewardInputs((), (), (), ()))
+        if pool is not None and needs_verifier and settings.verifier == "code":
             [sandbox] = pool([["sandbox"]])
-            _require_sandbox(where, sandbox)
-            remarks.append(f"{where}reward.verifier code runs programs in {SANDBOXES[sandbox]}")
+            _require_sandbox(prefix, sandbox)
+            remarks.append(f"{prefix}reward.verifier code runs programs in {SANDBOXES[sandbox]}")
     except PoolError as error:
-        what = f"reward.function {function}" if function else "reward.verifier"
-        raise ConfigError(f"{where}{what}: {error}") from error
+        setting = f"reward.function {function}" if function else "reward.verifier"
+        raise ConfigError(f"{prefix}{setting}: {error}") from error
     return scorer
 
 
-def _require_sandbox(where: str, sandbox: str) -> None:
+def _require_sandbox(prefix: str, sandbox: str) -> None:
     require(
         bool(sandbox) or os.environ.get(WITHOUT_SANDBOX) == "1",
-        f"{where}reward.verifier code finds no sandbox for programs that the policy writes:"
+        f"{prefix}reward.verifier code finds no sandbox for programs that the policy writes:"
         " neither namespaces nor bubblewrap work here (docs/rewards.md); run it where they do, or,"
         f" on a machine that has nothing to lose, say so with {WITHOUT_SANDBOX}=1 in the"
         " environment",
     )
 
 
-def count_workers(workers: int) -> int:
-    """Returns the number of worker processes; `workers` is that of `reward.workers`.
+def count_workers(requested: int) -> int:
+    """Returns the number of worker processes; `requested` is that of `reward.workers`.
 
     Raises:
       ConfigError: it is more than this machine can run.
     """
     cores = meshes.cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = max(1, min(_BY_CORE * cores, memory // _BYTES))
+    max_workers = max(1, min(_WORKERS_PER_CORE * cores, memory // _BYTES_PER_WORKER))
     require(
-        workers <= most,
-        f"reward.workers is {workers}, and this machine, with {cores} cores and"
-        f" {memory / 2**30:.0f} GiB of memory, runs at most {most} ({_BY_CORE} for each core,"
-        f" {_BYTES // 2**20} MiB for each); set --reward.workers {most} or less",
+        requested <= max_workers,
+        f"reward.workers is {requested}, and this machine, with {cores} cores and"
+        f" {memory / 2**30:.0f} GiB of memory, runs at most {max_workers}"
+        f" ({_WORKERS_PER_CORE} for each core, {_BYTES_PER_WORKER // 2**20} MiB for each); set"
+        f" --reward.workers {max_workers} or less",
     )
-    return workers or min(MOST_WORKERS, max(1, cores - 1), most)
+    return requested or min(MAX_DEFAULT_WORKERS, max(1, cores - 1), max_workers)
 
 
 def _require_readable(
-    where: str, settings: RewardConfig, scorer: Scorer, problems: Problems
+    prefix: str, settings: RewardConfig, scorer: Scorer, problems: Problems
 ) -> None:
     """Refuses reference answers that a set's verifier cannot read."""
     if settings.verifier == "exact" or "answer" not in settings.all_parts:
         return
-    places, answers = zip(*problems.references(), strict=True)
-    bad = scorer.unreadable(answers)
-    first = [f"{places[row]}: {shown(answers[row])}" for row in itertools.islice(bad, _LISTED)]
+    locations, answers = zip(*problems.iter_references(), strict=True)
+    unreadable = scorer.find_unreadable(answers)
+    examples = [
+        f"{locations[row]}: {format_value(answers[row])}"
+        for row in itertools.islice(unreadable, _MAX_LISTED_ROWS)
+    ]
     require(
-        not bad,
-        f"{len(bad)} reference answers cannot be read by {where}reward.verifier"
-        f" {settings.verifier}: {listed(first)}{' and others' * (len(bad) > _LISTED)}; correct or"
+        not unreadable,
+        f"{len(unreadable)} reference answers cannot be read by {prefix}reward.verifier"
+        f" {settings.verifier}:"
+        f" {join_names(examples)}{' and others' * (len(unreadable) > _MAX_LISTED_ROWS)}; correct or"
         " remove them, or choose another verifier",
     )
 
 
-def _require_rewarded(where: str, each: SetConfig, scorer: Scorer, problem: Problem) -> None:
+def _require_rewarded(prefix: str, set_config: SetConfig, scorer: Scorer, problem: Problem) -> None:
     """Refuses a user's function that gives no reward for made-up responses to a problem: one that
     states the reference answer, and one that states none."""
-    style, reward = each.data.answer_style, each.reward
-    stated = _STATED[style].replace("ANSWER", problem.answer)
-    responses = [stated, "I do not know."][: reward.rows]
-    count, named = len(responses), " and ".join(map(shown, responses))
+    style, reward = set_config.data.answer_style, set_config.reward
+    answer_response = _TRIAL_RESPONSES[style].replace("ANSWER", problem.answer)
+    responses = [answer_response, "I do not know."][: reward.rows]
+    count, response_text = len(responses), " and ".join(map(format_value, responses))
     reason = scorer.try_function(
-        Rows(
+        RewardInputs(
             [problem.prompt] * count,
             responses,
             [problem.answer] * count,
@@ -175,13 +185,13 @@ def _require_rewarded(where: str, each: SetConfig, scorer: Scorer, problem: Prob
     )
     require(
         not reason,
-        f"{where}reward.function {reward.function} was tried on the responses {named} to problem"
-        f" {problem.index + 1}: {reason}; mend the function"
+        f"{prefix}reward.function {reward.function} was tried on the responses {response_text} to"
+        f" problem {problem.index + 1}: {reason}; mend the function"
         + (", or raise --reward.deadline" if "not through in time" in reason else ""),
     )
 
 
-class Judged(NamedTuple):
+class RolloutScores(NamedTuple):
     """What this process's rows of a rollout earn: all answers to its problems, problem by
     problem."""
 
@@ -189,25 +199,25 @@ class Judged(NamedTuple):
     """Their numbers."""
     problems: list[Problem]
     """Of each row."""
-    asked: Rows
+    requests: RewardInputs
     scores: Scores
-    starts: Int32[np.ndarray, " rows"]
+    prompt_lengths: Int32[np.ndarray, " rows"]
     """Tokens of the prompt."""
-    ends: Int32[np.ndarray, " rows"]
+    lengths: Int32[np.ndarray, " rows"]
     """Tokens of prompt and response."""
     status: Int32[np.ndarray, " rows"]
     rounds: Int32[np.ndarray, " rows"]
     """Target passes that the response took."""
 
     @property
-    def ended(self) -> Bool[np.ndarray, " rows"]:
+    def is_complete(self) -> Bool[np.ndarray, " rows"]:
         """Rows that did not fail."""
         return np.isin(self.status, (EOS, LENGTH))
 
     @property
-    def rewarded(self) -> Bool[np.ndarray, " rows"]:
+    def has_reward(self) -> Bool[np.ndarray, " rows"]:
         """Rows that have a reward."""
-        return self.ended & self.scores.known
+        return self.is_complete & self.scores.valid
 
 
 class Judge:
@@ -219,66 +229,75 @@ class Judge:
       group: rows of each prompt.
     """
 
-    def __init__(self, scorers: SetScorers, tokenizer: Tokenizer, group: int) -> None:
-        self._scorers, self._tokenizer, self._group = scorers, tokenizer, group
-        self._ahead = Ahead()
+    def __init__(self, scorers: SetScorers, tokenizer: Tokenizer, group_size: int) -> None:
+        self._scorers, self._tokenizer, self._group_size = scorers, tokenizer, group_size
+        self._collector = ScoreCollector()
         self.has_workers = scorers.has_workers
         """Whether anything is gained by beginning early."""
 
-    def begin(
+    def start_scoring(
         self, problems: Mapping[int, Problem], rollout: Rollout, rows: Int32[np.ndarray, " rows"]
     ) -> None:
         """Has the workers begin with those of some rows that have ended; `problems` are those of
         this process, by their place among the prompts."""
-        ended = np.isin(meshes.local_rows(rollout.status, rows), (EOS, LENGTH))
-        ready = self._ahead.left(rows[ended].tolist())
-        if ready:
+        is_complete = np.isin(meshes.local_rows(rollout.status, rows), (EOS, LENGTH))
+        ready_rows = self._collector.select_unsubmitted(rows[is_complete].tolist())
+        if ready_rows:
             with contextlib.suppress(PoolError):  # it is told of at the end, by all processes
-                self._begin(problems, rollout, ready)
+                self._submit_rows(problems, rollout, ready_rows)
 
-    def __call__(self, problems: Mapping[int, Problem], rollout: Rollout) -> Judged:
+    def __call__(self, problems: Mapping[int, Problem], rollout: Rollout) -> RolloutScores:
         """What the answers to this process's problems earn, with some of which it may have begun.
 
         Raises:
           Diverged: rewards cannot be found any more; in every process then, at the same place.
         """
-        places = np.asarray(list(problems), np.int32)
-        rows = (places[:, None] * self._group + np.arange(self._group, dtype=np.int32)).ravel()
-        leaves = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
-        starts, ends, status, rounds = (meshes.local_rows(leaf, rows) for leaf in leaves)
+        prompt_indices = np.asarray(list(problems), np.int32)
+        rows = (
+            prompt_indices[:, None] * self._group_size + np.arange(self._group_size, dtype=np.int32)
+        ).ravel()
+        fields = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
+        prompt_lengths, lengths, status, rounds = (meshes.local_rows(leaf, rows) for leaf in fields)
         try:
-            self._begin(problems, rollout, self._ahead.left(rows.tolist()))
-            scores, broken = self._ahead.end(), False
+            self._submit_rows(problems, rollout, self._collector.select_unsubmitted(rows.tolist()))
+            scores, is_broken = self._collector.collect_scores(), False
         except PoolError as error:
-            scores, broken = nothing_known(len(rows), str(error)), True
-        self._ahead = Ahead()
-        if meshes.sum_over_processes(np.asarray([broken], np.float32))[0]:
+            scores, is_broken = make_invalid_scores(len(rows), str(error)), True
+        self._collector = ScoreCollector()
+        if meshes.sum_over_processes(np.asarray([is_broken], np.float32))[0]:
             raise Diverged(
                 f"rewards cannot be found any more: {scores.reason or 'another process knows why'}."
                 " The same command goes on from the newest checkpoint"
             )
-        chosen, asked = self._asked(problems, rollout, rows.tolist())
-        return Judged(rows, chosen, asked, scores, starts, ends, status, rounds)
+        row_problems, requests = self._collect_requests(problems, rollout, rows.tolist())
+        return RolloutScores(
+            rows, row_problems, requests, scores, prompt_lengths, lengths, status, rounds
+        )
 
-    def _begin(
+    def _submit_rows(
         self, problems: Mapping[int, Problem], rollout: Rollout, rows: Sequence[int]
     ) -> None:
-        chosen, asked = self._asked(problems, rollout, rows)
-        self._ahead.begin(self._scorers, rows, asked, [problem.judge for problem in chosen])
+        row_problems, requests = self._collect_requests(problems, rollout, rows)
+        self._collector.submit_rows(
+            self._scorers, rows, requests, [problem.set_number for problem in row_problems]
+        )
 
-    def _asked(
+    def _collect_requests(
         self, problems: Mapping[int, Problem], rollout: Rollout, rows: Sequence[int]
-    ) -> tuple[list[Problem], Rows]:
+    ) -> tuple[list[Problem], RewardInputs]:
         """The problem of each of some rows, and what is judged of them."""
-        tokens, starts, ends = (
+        tokens, prompt_lengths, lengths = (
             meshes.local_rows(leaf, np.asarray(rows, np.int32))
             for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
-        texts = [row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)]
-        asked = [problems[row // self._group] for row in rows]
-        return asked, Rows(
-            [problem.prompt for problem in asked],
+        texts = [
+            row[prompt_length:length]
+            for row, prompt_length, length in zip(tokens, prompt_lengths, lengths, strict=True)
+        ]
+        row_problems = [problems[row // self._group_size] for row in rows]
+        return row_problems, RewardInputs(
+            [problem.prompt for problem in row_problems],
             [self._tokenizer.decode(text) for text in texts],
-            [problem.answer for problem in asked],
-            [problem.columns for problem in asked],
+            [problem.answer for problem in row_problems],
+            [problem.columns for problem in row_problems],
         )

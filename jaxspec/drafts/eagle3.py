@@ -13,24 +13,35 @@ import numpy as np
 from jaxspec.drafts.base import DEEP, Export, Files, Kind, Learned, Repair, Say, Sizes
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.drafts.unroll import UNROLL
-from jaxspec.hf.draft_tensors import as_type, check_padding, filled, lent, read_all
-from jaxspec.hf.eagle3_config import Form, draft_config_json, head_config, vocabulary_of
+from jaxspec.hf.draft_tensors import (
+    cast_tensors,
+    check_vocabulary_padding,
+    load_policy_embeddings,
+    load_tensors,
+    replace_leaves,
+)
+from jaxspec.hf.eagle3_config import (
+    HeadFormat,
+    head_config_json,
+    parse_head_config,
+    vocabulary_size,
+)
 from jaxspec.hf.eagle3_tensors import (
-    check_head,
+    check_head_tensors,
     head_arrays,
     head_tensors,
-    normal_names,
-    settle,
-    with_vocabulary_rows,
+    normalize_names,
+    reconcile_with_tensors,
+    resize_vocabulary,
 )
-from jaxspec.hf.pretrained import CONFIG
-from jaxspec.hf.tensor_files import Stored, open_tensors, refuse_quantized
+from jaxspec.hf.pretrained import CONFIG_FILE
+from jaxspec.hf.tensor_files import StoredTensor, open_tensors, refuse_quantized
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import read_json
 from jaxspec.inputs.spec import DraftSpec, HeadConfig, HeadSpec, ModelSpec
 from jaxspec.mesh import from_host
 from jaxspec.models.decoder import tap_boundaries
-from jaxspec.models.eagle3 import Eagle3, llama_head, tap_count, with_vocabulary
+from jaxspec.models.eagle3 import Eagle3, llama_head_spec, tap_count, with_vocabulary
 from jaxspec.state import PyTree
 
 
@@ -42,12 +53,12 @@ def taps_of(head: HeadSpec, layers: int) -> tuple[int, ...]:
 
 def _decoder(spec: DraftSpec) -> ModelSpec:
     """That of a loaded head, else one Llama layer of the policy's sizes."""
-    return spec.own or llama_head(spec.policy, spec.ffn)
+    return spec.decoder or llama_head_spec(spec.policy, spec.ffn)
 
 
 def _check(spec: DraftSpec) -> None:
     """Whether its taps and its own decoder, loaded or not, go with the policy."""
-    head, own, policy = spec.head, spec.own, spec.policy
+    head, own, policy = spec.head, spec.decoder, spec.policy
     require(
         not head.use_taps or bool(head.taps) or policy.layers >= 4,
         f"model.layers is {policy.layers}; the three taps of eagle3 need at least 4: choose another"
@@ -90,15 +101,17 @@ def _sizes(network: Eagle3, policy: ModelSpec) -> Sizes:
 
 def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
     """Sizes and form of a head, from its config.json and its tensors."""
-    policy, source = spec.policy, str(folder / CONFIG)
-    model, head, vocab = head_config(
-        read_json(folder / CONFIG), source, spec.tap_convention, policy, say
+    policy, source = spec.policy, str(folder / CONFIG_FILE)
+    model, head, vocab = parse_head_config(
+        read_json(folder / CONFIG_FILE), source, spec.tap_convention, policy, say
     )
     if spec.head.taps:  # who names them knows better
         head = replace(head, taps=spec.head.taps)
-    tensors = read_all(_tensors(folder, policy.vocab)[0])
+    tensors = load_tensors(_tensors(folder, policy.vocab)[0])
     comparable = "embed_tokens.weight" in tensors and bool(policy.path)
-    model, head = settle(model, head, tensors, lent(spec, comparable)["embedding"], say)
+    model, head = reconcile_with_tensors(
+        model, head, tensors, load_policy_embeddings(spec, comparable)["embedding"], say
+    )
     if "lm_head.weight" in tensors:  # the tensors have the last word
         rows = tensors["lm_head.weight"].shape[0]
         vocab = 0 if rows == policy.vocab else rows
@@ -107,39 +120,39 @@ def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
             f"{source}: the head was trained on {model.rope.context} positions, rows take up to"
             f" {spec.row_length}: it may accept less beyond"
         )
-    return replace(spec, own=model, head=head, vocab=vocab, ffn=0)
+    return replace(spec, decoder=model, head=head, vocab=vocab, ffn=0)
 
 
-def _tensors(folder: Path, vocab: int) -> tuple[dict[str, Stored], int]:
+def _tensors(folder: Path, vocab: int) -> tuple[dict[str, StoredTensor], int]:
     """A head's tensors, for a vocabulary of `vocab` rows; and how many it was made for."""
-    content = read_json(folder / CONFIG)
-    own = vocabulary_of(content, str(folder / CONFIG)) or vocab
-    tensors = normal_names(open_tensors(folder), str(folder))
+    content = read_json(folder / CONFIG_FILE)
+    own = vocabulary_size(content, str(folder / CONFIG_FILE)) or vocab
+    tensors = normalize_names(open_tensors(folder), str(folder))
     refuse_quantized(folder, tensors)
-    return (tensors if own == vocab else with_vocabulary_rows(tensors, own, vocab)), own
+    return (tensors if own == vocab else resize_vocabulary(tensors, own, vocab)), own
 
 
 def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
     tensors, own = _tensors(folder, spec.policy.vocab)
-    check_padding(str(folder), own, spec.policy.vocab, tokens)
-    check_head(_decoder(spec), spec.head, tensors, spec.policy, str(folder))
+    check_vocabulary_padding(str(folder), own, spec.policy.vocab, tokens)
+    check_head_tensors(_decoder(spec), spec.head, tensors, spec.policy, str(folder))
 
 
 def _load(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
-    tensors = read_all(_tensors(folder, spec.policy.vocab)[0])
-    policy = lent(spec, "lm_head.weight" not in tensors)
+    tensors = load_tensors(_tensors(folder, spec.policy.vocab)[0])
+    policy = load_policy_embeddings(spec, "lm_head.weight" not in tensors)
     arrays = head_arrays(_decoder(spec), spec.head, tensors, policy, str(folder))
-    return jax.tree.map(from_host, abstract, filled(abstract, arrays))
+    return jax.tree.map(from_host, abstract, replace_leaves(abstract, arrays))
 
 
 def _export(network: Eagle3, wanted: Export) -> Files:
-    form: Form = "speculators" if wanted.form == "speculators" else "raw"
+    form: HeadFormat = "speculators" if wanted.form == "speculators" else "raw"
     vocab = 0 if network.vocabulary is None else network.head.shape[-1]
-    content = draft_config_json(
+    content = head_config_json(
         network.config, network.form, wanted.policy, form, vocab, wanted.length
     )
     content["torch_dtype"] = wanted.dtype.name
-    return Files(content, as_type(head_tensors(network, form), wanted.dtype))
+    return Files(content, cast_tensors(head_tensors(network, form), wanted.dtype))
 
 
 # ---- repairs

@@ -24,16 +24,16 @@ from jaxspec.drafts.base import (
     block_positions,
 )
 from jaxspec.drafts.pieces import Pieces
-from jaxspec.hf.draft_tensors import check_padding
-from jaxspec.hf.names import policy_rows
-from jaxspec.hf.policy_config import config_json
-from jaxspec.hf.pretrained import policy_checkpoint, policy_config, tensors_of
+from jaxspec.hf.draft_tensors import check_vocabulary_padding
+from jaxspec.hf.names import policy_mappings
+from jaxspec.hf.policy_config import policy_config_json
+from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint, stream_tensors
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.spec import DraftSpec, ModelConfig, ModelSpec
-from jaxspec.kernels.order import after, computed
+from jaxspec.kernels.order import order_after, signal_ready
 from jaxspec.mesh import of_any_expert
 from jaxspec.models.cache import KVCache
-from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack, Prompts, Tree, pytree
 
 
@@ -71,7 +71,7 @@ def external(max_draft_length: int) -> Draft:
         # ahead, which the next step overwrites.
         first = jnp.maximum(context.lengths - 2, 0)
 
-        def read(start: Int[Array, " B"], count: int, cache: KVCache) -> Forward:
+        def read(start: Int[Array, " B"], count: int, cache: KVCache) -> DecoderOutput:
             positions = block_positions(start, count)
             return network(context.at(positions), positions, cache)
 
@@ -87,7 +87,7 @@ def external(max_draft_length: int) -> Draft:
             lambda carry: of_any_expert(jnp.any(carry[0] < first)), read_on, (start, cache)
         )
         # what tensor peers say now comes after what they said in that loop (`order.py`)
-        first = after(first, [computed(start)])
+        first = order_after(first, [signal_ready(start)])
         forward = read(first, 2, cache)
         last = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)
@@ -151,8 +151,8 @@ def _cache_of(cache: KVCache | None) -> KVCache:
 
 def _decoder(spec: DraftSpec) -> ModelSpec:
     """That of a loaded model, else of the policy's sizes and family."""
-    if spec.own is not None:
-        return spec.own
+    if spec.decoder is not None:
+        return spec.decoder
     return replace(spec.policy, path="", layers=spec.layers, ffn=spec.ffn or spec.policy.ffn)
 
 
@@ -166,7 +166,7 @@ def _check(spec: DraftSpec) -> None:
 
 
 def _unrolled(
-    network: Decoder, target: Decoder, forward: Forward, pack: Pack, depths: int
+    network: Decoder, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T 1 D"]:
     """Its own pass: it reads true tokens only, so it has one depth."""
     return network(pack.tokens, pack.positions, first=pack.first).hidden[:, :, None]
@@ -175,31 +175,31 @@ def _unrolled(
 def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
     """A small model of its own sizes, whose vocabulary is padded or cut to the policy's."""
     own = replace(_published(spec), vocab=spec.policy.vocab)
-    return replace(spec, own=own, vocab=0, ffn=0)
+    return replace(spec, decoder=own, vocab=0, ffn=0)
 
 
 def _published(spec: DraftSpec) -> ModelSpec:
     """The model as its folder has it."""
     policy = spec.policy
     base = ModelConfig(path=spec.path, ignore=policy.ignore, dtype=policy.dtype, remat=policy.remat)
-    return policy_config(base)
+    return load_policy_config(base)
 
 
 def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
     own, rows = _decoder(spec), _published(spec).vocab
-    check_padding(str(folder), rows, spec.policy.vocab, tokens)
-    policy_checkpoint(own, jax.eval_shape(lambda: Decoder(own, jax.random.key(0))), rows)
+    check_vocabulary_padding(str(folder), rows, spec.policy.vocab, tokens)
+    open_policy_checkpoint(own, jax.eval_shape(lambda: Decoder(own, jax.random.key(0))), rows)
 
 
 def _load(spec: DraftSpec, folder: Path, abstract: Decoder) -> Decoder:
-    checkpoint = policy_checkpoint(_decoder(spec), abstract, _published(spec).vocab)
+    checkpoint = open_policy_checkpoint(_decoder(spec), abstract, _published(spec).vocab)
     return checkpoint.load(lambda _: None)
 
 
 def _export(network: Decoder, wanted: Export) -> Files:
     """Like any policy."""
-    content = config_json(network.config, wanted.dtype.name, wanted.ids)
-    tensors = tensors_of(policy_rows(network.config), network, wanted.dtype)
+    content = policy_config_json(network.config, wanted.dtype.name, wanted.ids)
+    tensors = stream_tensors(policy_mappings(network.config), network, wanted.dtype)
     return Files(content, list(tensors), tokenizer=True)
 
 

@@ -13,19 +13,24 @@ from jaxspec.drafts.recurrent import recurrent
 from jaxspec.drafts.unroll import UNROLL
 from jaxspec.hf.draft_tensors import (
     DRAFT_PATH,
-    Arrays,
-    as_type,
-    check_headers,
-    collected,
-    filled,
-    fitting,
-    lent,
-    read_all,
-    written,
+    NamedArrays,
+    assemble_arrays,
+    cast_tensors,
+    check_tensor_headers,
+    export_tensors,
+    load_policy_embeddings,
+    load_tensors,
+    match_tensors,
+    replace_leaves,
 )
-from jaxspec.hf.names import MIMO_MTP, Row, layer_rows, mtp_names
-from jaxspec.hf.policy_config import config_json
-from jaxspec.hf.tensor_files import Stored, check_header, open_tensors, refuse_quantized
+from jaxspec.hf.names import MIMO_MTP_PREFIX, WeightMapping, layer_mappings, select_mtp_names
+from jaxspec.hf.policy_config import policy_config_json
+from jaxspec.hf.tensor_files import (
+    StoredTensor,
+    check_tensor_header,
+    open_tensors,
+    refuse_quantized,
+)
 from jaxspec.inputs.checked import Unused, require
 from jaxspec.inputs.spec import DraftSpec, ModelSpec
 from jaxspec.mesh import from_host
@@ -35,7 +40,7 @@ from jaxspec.state import PyTree
 
 def _decoder(spec: DraftSpec) -> ModelSpec:
     """Layers of the policy's sizes and family."""
-    own = spec.own or replace(spec.policy, path="", ffn=spec.ffn or spec.policy.ffn)
+    own = spec.decoder or replace(spec.policy, path="", ffn=spec.ffn or spec.policy.ffn)
     return replace(own, layers=spec.layers)
 
 
@@ -62,7 +67,7 @@ def _sizes(network: Mtp, policy: ModelSpec) -> Sizes:
 # ---- files
 
 
-def mtp_rows(config: ModelSpec, embedding_first: bool, target_layers: int) -> list[Row]:
+def mtp_rows(config: ModelSpec, embedding_first: bool, target_layers: int) -> list[WeightMapping]:
     """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding,
     hidden].
 
@@ -75,7 +80,7 @@ def mtp_rows(config: ModelSpec, embedding_first: bool, target_layers: int) -> li
     prefix, first = (
         ("model.layers.{layer}.", target_layers)
         if embedding_first
-        else (f"{MIMO_MTP}{{layer}}.", 0)
+        else (f"{MIMO_MTP_PREFIX}{{layer}}.", 0)
     )
     own = [
         ("embedding_norm", tokens, "D -> D"),
@@ -84,9 +89,10 @@ def mtp_rows(config: ModelSpec, embedding_first: bool, target_layers: int) -> li
         ("norm", final, "D -> D"),
     ]
     rows = [
-        Row(ours, f"{prefix}{theirs}.weight", layout, first=first) for ours, theirs, layout in own
+        WeightMapping(ours, f"{prefix}{theirs}.weight", layout, first_layer=first)
+        for ours, theirs, layout in own
     ]
-    return rows + layer_rows("layers.", prefix, config, first=first)
+    return rows + layer_mappings("layers.", prefix, config, first_layer=first)
 
 
 def mtp_form(names: list[str], target_layers: int) -> tuple[int, bool]:
@@ -105,7 +111,11 @@ def mtp_form(names: list[str], target_layers: int) -> tuple[int, bool]:
 
 
 def mtp_arrays(
-    config: ModelSpec, embedding_first: bool, tensors: Arrays, target: Arrays, target_layers: int
+    config: ModelSpec,
+    embedding_first: bool,
+    tensors: NamedArrays,
+    target: NamedArrays,
+    target_layers: int,
 ) -> dict[str, np.ndarray]:
     """Our arrays of MTP layers by attribute path, from the tensors that belong to them; `target` as
     in `head_arrays`.
@@ -117,14 +127,14 @@ def mtp_arrays(
     weights = dict(tensors)
     copies = {name: weights.pop(name) for name in tensors if name.endswith(_COPIES)}
     _refuse_other_copies(copies, target)
-    return _fitted(config, embedding_first, weights, target_layers, collected)
+    return _fitted(config, embedding_first, weights, target_layers, assemble_arrays)
 
 
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 """Ends of the names of tensors that a checkpoint repeats in its MTP layers."""
 
 
-def _refuse_other_copies(copies: Arrays, target: Arrays) -> None:
+def _refuse_other_copies(copies: NamedArrays, target: NamedArrays) -> None:
     for name, copy in copies.items():
         ours = target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
         require(
@@ -141,7 +151,7 @@ def _fitted(
     target_layers: int,
     fit: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """The result of `fit`, `fitting` or `collected`, for the tensors of MTP layers."""
+    """The result of `fit`, `match_tensors` or `assemble_arrays`, for the tensors of MTP layers."""
     network = jax.eval_shape(lambda: Mtp(config, jax.random.key(0), config.layers, embedding_first))
     rows = mtp_rows(config, embedding_first, target_layers)
     return fit(rows, weights, network, "the checkpoint's MTP part")
@@ -157,10 +167,10 @@ def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
         " layer"
     )
     require(count > 0, f"{DRAFT_PATH} {folder} has no MTP layers ({kinds})")
-    names = mtp_names(list(tensors), layers)
+    names = select_mtp_names(list(tensors), layers)
     gates = [tensors[name] for name in names if name.endswith(".gate_proj.weight")]
     for gate in gates:
-        check_header(gate)
+        check_tensor_header(gate)
     widths = [gate.shape[0] for gate in gates]
     require(
         bool(widths),
@@ -171,38 +181,41 @@ def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
     return replace(spec, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
 
 
-def _tensors(spec: DraftSpec, folder: Path) -> dict[str, Stored]:
+def _tensors(spec: DraftSpec, folder: Path) -> dict[str, StoredTensor]:
     tensors = open_tensors(folder)
-    own = {name: tensors[name] for name in mtp_names(list(tensors), spec.policy.layers)}
+    own = {name: tensors[name] for name in select_mtp_names(list(tensors), spec.policy.layers)}
     refuse_quantized(folder, own)
     return own
 
 
 def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
     own = _tensors(spec, folder)
-    check_headers(own)
+    check_tensor_headers(own)
     copies = {name: own.pop(name) for name in list(own) if name.endswith(_COPIES)}
     _refuse_other_copies(
-        {name: tensor.read() for name, tensor in copies.items()}, lent(spec, bool(copies))
+        {name: tensor.read() for name, tensor in copies.items()},
+        load_policy_embeddings(spec, bool(copies)),
     )
-    _fitted(_decoder(spec), spec.embedding_first, own, spec.policy.layers, fitting)
+    _fitted(_decoder(spec), spec.embedding_first, own, spec.policy.layers, match_tensors)
 
 
 def _load(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
-    own, layers = read_all(_tensors(spec, folder)), spec.policy.layers
+    own, layers = load_tensors(_tensors(spec, folder)), spec.policy.layers
     copies = any(name.endswith(_COPIES) for name in own)
-    arrays = mtp_arrays(_decoder(spec), spec.embedding_first, own, lent(spec, copies), layers)
-    return jax.tree.map(from_host, abstract, filled(abstract, arrays))
+    arrays = mtp_arrays(
+        _decoder(spec), spec.embedding_first, own, load_policy_embeddings(spec, copies), layers
+    )
+    return jax.tree.map(from_host, abstract, replace_leaves(abstract, arrays))
 
 
 def _export(network: Mtp, wanted: Export) -> Files:
     """A folder of their own, or among a MiMo policy's tensors, where MiMo itself has them."""
     rows = mtp_rows(network.config, network.embedding_first, wanted.policy.layers)
-    tensors = as_type(written(rows, network), wanted.dtype)
+    tensors = cast_tensors(export_tensors(rows, network), wanted.dtype)
     count = {"num_nextn_predict_layers": network.depth}
     if wanted.policy.family.model_type == "mimo" and not network.embedding_first:
         return Files(count, tensors, with_policy=True)
-    return Files(config_json(network.config, wanted.dtype.name, count), tensors)
+    return Files(policy_config_json(network.config, wanted.dtype.name, count), tensors)
 
 
 def _repairs(network: Mtp, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.drafts.pieces import Pieces
-from jaxspec.kernels.visible import Visible
+from jaxspec.kernels.visible import AttentionMask
 from jaxspec.mesh import of_any_expert
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, extend, locate
+from jaxspec.models.cache import KVCache, locate_block, write_block
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
@@ -81,7 +81,7 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         if length < max_draft_length:
             state, cache = _within(length + 1, depth, network, target, state, cache, context)
         positions = block_positions(state.first, length + 1)
-        embedded = network.embed(target, context.at(positions + 1))
+        embedded = network.embed_tokens(target, context.at(positions + 1))
         block = state.features[:, : length + 1]
         cache, outputs = _read(network, cache, _after(state), block, embedded, positions, depth)
         # none in a row of one token: it has nothing to draft from
@@ -104,13 +104,13 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
             if offset + 1 < length:
                 step = offset + 1
                 # what other turns drafted is stale in its layers
-                visible = Visible(step % depth, last_position, last_position + step, depth)
+                visible = AttentionMask(step % depth, last_position, last_position + step, depth)
                 cache, hidden = _turn(
                     network,
                     step % depth,
                     cache,
                     hidden,
-                    network.embed(target, token[:, None]),
+                    network.embed_tokens(target, token[:, None]),
                     last_position + step,
                     visible,
                 )
@@ -177,7 +177,7 @@ def _read_along(
 ) -> tuple[RecurrentState, KVCache]:
     # A position reads the token after it, so each piece is read from the position before it on.
     positions = pieces.positions - 1
-    embedded = network.embed(target, pieces.tokens)
+    embedded = network.embed_tokens(target, pieces.tokens)
     pending = pieces.shift(features, state.features[:, 0])
 
     def move(turn: int, outputs: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
@@ -224,7 +224,7 @@ def _within(
     ) -> tuple[RecurrentState, KVCache, Bool[Array, ""]]:
         state, cache, _ = carry
         positions = block_positions(state.first, width)
-        embedded = network.embed(target, context.at(positions + 1))
+        embedded = network.embed_tokens(target, context.at(positions + 1))
         cache, outputs = _read(
             network, cache, _after(state), state.features, embedded, positions, depth
         )
@@ -292,12 +292,12 @@ def _read(
     depth: int,
 ) -> tuple[KVCache, list[Float[Array, "B T D"]]]:
     """Reads a block with true features in all turns; returns each turn's outputs."""
-    hidden, outputs = network.read(features), []
+    hidden, outputs = network.to_hidden(features), []
     for turn in range(depth):
         if turn > 0:
             hidden = move(turn, hidden)
         # of the last `turn` positions, only the own one is right in its layers
-        visible = Visible(turn, positions - turn, positions, depth)
+        visible = AttentionMask(turn, positions - turn, positions, depth)
         cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, visible)
         outputs.append(hidden)
     return cache, outputs
@@ -310,13 +310,13 @@ def _turn(
     hidden: Float[Array, "B T D"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    visible: Visible,
+    visible: AttentionMask,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
     """Runs the layers of one turn; a row's cache is numbered by position."""
-    places = locate(cache, positions)
+    places = locate_block(cache, positions)
     for layer in range(turn * network.stack, (turn + 1) * network.stack):
-        heads = network.heads(layer, hidden, embedded, positions)
-        cache = extend(cache, layer, places, heads.key, heads.value)
+        heads = network.attention_inputs(layer, hidden, embedded, positions)
+        cache = write_block(cache, layer, places, heads.key, heads.value)
         attended = attend_cache(heads.query, cache, layer, visible)
-        hidden = network.finish(layer, heads.residual, attended)
+        hidden = network.layer_output(layer, heads.residual, attended)
     return cache, hidden

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.drafts.base import Unroll
 from jaxspec.drafts.recurrent import Network
-from jaxspec.kernels.chunks import where_wanted
+from jaxspec.kernels.chunks import map_masked
 from jaxspec.kernels.segment_attention import attend_visible
-from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack
 
 
@@ -40,7 +40,7 @@ class _Entries(NamedTuple):
 
 
 def unrolled(
-    network: Network, target: Decoder, forward: Forward, pack: Pack, depths: int
+    network: Network, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T A D"]:
     """What the draft's head reads, by depth, at the position whose label it then predicts.
 
@@ -60,12 +60,12 @@ def unrolled(
     target, forward = jax.lax.stop_gradient((target, forward))
     features = forward.taps if network.with_taps else forward.hidden
     assert features is not None, "the policy's pass was run without taps"
-    embedded = network.embed(target, pack.tokens).astype(features.dtype)
+    embedded = network.embed_tokens(target, pack.tokens).astype(features.dtype)
     # Entry t stands at slot t+depth, reads token t+1+depth and predicts the label of t+1+depth, as
     # the target does there.
     reads = jnp.stack([_earlier(embedded, depth + 1) for depth in range(depths)], axis=2)
     place = jnp.broadcast_to(jnp.arange(pack.tokens.shape[1], dtype=jnp.int32), pack.tokens.shape)
-    entries = _Entries(network.read(features), reads, pack.positions, pack.first, place, {})
+    entries = _Entries(network.to_hidden(features), reads, pack.positions, pack.first, place, {})
     # Each turn's first depth gives the keys that its others attend to; later ones give none, so
     # that they need not be run where no label is learnt.
     shallow = min(depths, network.depth)
@@ -85,7 +85,7 @@ def unrolled(
         if network.config.family.experts:  # for which devices exchange tokens, all at once
             found = deeper((network, true), *leaves)
         else:
-            found = where_wanted(deeper, (network, true), width, *leaves, wanted=wanted)
+            found = map_masked(deeper, (network, true), width, *leaves, mask=wanted)
         outputs += [found[:, :, number] for number in range(len(deep))]
     return jnp.stack([_later(hidden, depth + 1) for depth, hidden in enumerate(outputs)], axis=2)
 
@@ -99,7 +99,7 @@ def _run(
     for depth in depths:
         turn = depth % network.depth
         for layer in range(turn * network.stack, (turn + 1) * network.stack):
-            heads = network.heads(
+            heads = network.attention_inputs(
                 layer, hidden, entries.embedded[:, :, depth], entries.positions + depth
             )
             seen = _KeysValues(heads.key, heads.value)
@@ -109,7 +109,7 @@ def _run(
                 own[layer] = [*own[layer], seen]
             last = entries.place - turn
             attended = _attend_diagonal(heads.query, true[layer], own[layer], entries.first, last)
-            hidden = network.finish(layer, heads.residual, attended)
+            hidden = network.layer_output(layer, heads.residual, attended)
         outputs.append(hidden)
     return outputs, entries._replace(hidden=hidden, own=own), true
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-Z = 1.959964
+Z_SCORE = 1.959964
 """Standard errors on each side of a mean that an interval of 95 % has."""
 
 
@@ -24,19 +24,19 @@ class Estimate(NamedTuple):
     """How many it is of."""
 
 
-class Tally(NamedTuple):
+class AnswerTally(NamedTuple):
     """What became of the answers to each problem."""
 
-    counted: Float[np.ndarray, " problems"]
+    answer_count: Float[np.ndarray, " problems"]
     """Answers that something is known of; the others have no part in anything."""
-    correct: Float[np.ndarray, " problems"]
-    consensus: Float[np.ndarray, " problems"]
-    """As in `consensus`; 0 where answers cannot be compared with one another."""
-    reward: Float[np.ndarray, " problems"]
+    correct_count: Float[np.ndarray, " problems"]
+    vote_accuracy: Float[np.ndarray, " problems"]
+    """As in `majority_accuracy`; 0 where answers cannot be compared with one another."""
+    reward_sum: Float[np.ndarray, " problems"]
     """Sum over the answers."""
 
 
-def pass_at(count: int, correct: int, k: int) -> float:
+def pass_at_k(count: int, correct: int, k: int) -> float:
     """The probability that of `k` answers at least one is correct, without bias, from `count`
     answers of which `correct` are: 1 - C(count - correct, k) / C(count, k) (Chen et al.,
     arXiv 2107.03374, equation 1).
@@ -51,7 +51,7 @@ def pass_at(count: int, correct: int, k: int) -> float:
     return float(1 - np.prod(1 - k / np.arange(count - correct + 1, count + 1)))
 
 
-def consensus(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+def majority_accuracy(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """How likely the most frequent answer is correct (majority vote, Wang et al., arXiv 2203.11171)
     where one of equally frequent ones is chosen at random; None states nothing, and is no answer.
 
@@ -60,91 +60,97 @@ def consensus(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
-    most = max(votes.values())
-    leading = [answer for answer, count in votes.items() if count == most]
+    top_count = max(votes.values())
+    leaders = [answer for answer, count in votes.items() if count == top_count]
     shares = [
-        sum(right for answer, right in zip(answers, correct, strict=True) if answer == leader)
-        / most
-        for leader in leading
+        sum(
+            is_correct
+            for answer, is_correct in zip(answers, correct, strict=True)
+            if answer == leader
+        )
+        / top_count
+        for leader in leaders
     ]
     return sum(shares) / len(shares)
 
 
-def mean_of(values: Sequence[float] | np.ndarray, share: bool = True) -> Estimate:
+def estimate_mean(values: Sequence[float] | np.ndarray, is_share: bool = True) -> Estimate:
     """The mean over problems with its interval of 95 %; NaN where there are no problems.
 
-    A `share` has Wilson's score interval, as if each problem were one trial. That is exact for one
-    answer a problem. Values within 0 and 1 never vary more than such trials, so that it holds for
-    shares of several answers too. Other values have the standard error of the mean (Miller,
-    arXiv 2411.00640).
+    A share (`is_share`) has Wilson's score interval, as if each problem were one trial. That is
+    exact for one answer a problem. Values within 0 and 1 never vary more than such trials, so that
+    it holds for shares of several answers too. Other values have the standard error of the mean
+    (Miller, arXiv 2411.00640).
     """
-    found = np.asarray(values, np.float64)
-    count = len(found)
+    samples = np.asarray(values, np.float64)
+    count = len(samples)
     if not count:
         return Estimate(np.nan, np.nan, np.nan, 0)
-    mean = float(found.mean())
+    mean = float(samples.mean())
     if count == 1:  # says nothing of other problems
-        return Estimate(mean, *((0.0, 1.0) if share else (-np.inf, np.inf)), 1)
-    if share:
-        return Estimate(mean, *wilson(mean, count), count)
-    error = Z * float(found.std(ddof=1)) / count**0.5
+        return Estimate(mean, *((0.0, 1.0) if is_share else (-np.inf, np.inf)), 1)
+    if is_share:
+        return Estimate(mean, *wilson_interval(mean, count), count)
+    error = Z_SCORE * float(samples.std(ddof=1)) / count**0.5
     return Estimate(mean, mean - error, mean + error, count)
 
 
-def wilson(share: float, trials: int) -> tuple[float, float]:
+def wilson_interval(share: float, trials: int) -> tuple[float, float]:
     """Ends of the score interval of 95 % (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
-    extra = Z**2 / trials
-    middle = (share + extra / 2) / (1 + extra)
-    half = (Z / (1 + extra)) * (share * (1 - share) / trials + extra / (4 * trials)) ** 0.5
+    correction = Z_SCORE**2 / trials
+    center = (share + correction / 2) / (1 + correction)
+    half_width = (Z_SCORE / (1 + correction)) * (
+        share * (1 - share) / trials + correction / (4 * trials)
+    ) ** 0.5
     # rounding must not leave the range, nor the share outside
-    return max(0.0, min(middle - half, share)), min(1.0, max(middle + half, share))
+    return max(0.0, min(center - half_width, share)), min(1.0, max(center + half_width, share))
 
 
-def estimates(tally: Tally, samples: int, votes: bool) -> dict[str, Estimate]:
+def estimate_metrics(tally: AnswerTally, samples: int, has_votes: bool) -> dict[str, Estimate]:
     """What a set's problems, each answered `samples` times, say: avg@k, pass@k for powers of two
-    and for all, cons@k where answers can be compared (`votes`), and the mean reward.
+    and for all, cons@k where answers can be compared (`has_votes`), and the mean reward.
 
     All are of the same problems: those of which something is known. If fewer than k answers to a
     problem are known, its pass@k is that of these answers.
     """
-    known = tally.counted > 0
-    counted, correct = tally.counted[known], tally.correct[known]
-    found = {f"avg@{samples}": mean_of(correct / counted)}
+    has_answers = tally.answer_count > 0
+    answers, correct = (tally.answer_count[has_answers], tally.correct_count[has_answers])
+    results = {f"avg@{samples}": estimate_mean(correct / answers)}
     powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
     for k in [*powers, samples] if samples > 1 else []:
-        pairs = zip(counted.astype(int).tolist(), correct.astype(int).tolist(), strict=True)
-        found[f"pass@{k}"] = mean_of([pass_at(n, c, min(k, n)) for n, c in pairs])
-    if votes and samples > 1:
-        found[f"cons@{samples}"] = mean_of(tally.consensus[known])
+        pairs = zip(answers.astype(int).tolist(), correct.astype(int).tolist(), strict=True)
+        results[f"pass@{k}"] = estimate_mean([pass_at_k(n, c, min(k, n)) for n, c in pairs])
+    if has_votes and samples > 1:
+        results[f"cons@{samples}"] = estimate_mean(tally.vote_accuracy[has_answers])
     # an answer that is right earns 1, and others nothing, unless rewards say otherwise
-    share = np.array_equal(tally.reward, tally.correct)
-    found["reward"] = mean_of(tally.reward[known] / counted, share=share)
-    return found
+    is_share = np.array_equal(tally.reward_sum, tally.correct_count)
+    results["reward"] = estimate_mean(tally.reward_sum[has_answers] / answers, is_share=is_share)
+    return results
 
 
-class Difference(NamedTuple):
+class PairedDifference(NamedTuple):
     """How much more of their answers are correct by a second policy than by a first, paired by
     problem."""
 
     estimate: Estimate
-    first: float
-    second: float
-    better: int
+    first_mean: float
+    second_mean: float
+    better_count: int
     """Problems of which the second answers more."""
-    worse: int
+    worse_count: int
 
 
-def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Difference:
+def compare_shares(first: Mapping[str, float], second: Mapping[str, float]) -> PairedDifference:
     """Compares shares of correct answers by problem, over the problems that both have: what is hard
     for both is no noise then (Miller, arXiv 2411.00640, section 4)."""
-    both = [name for name in first if name in second]
-    before = np.array([first[name] for name in both])
-    after = np.array([second[name] for name in both])
-    change = after - before
-    return Difference(
-        mean_of(change, share=False),
-        float(before.mean()) if both else np.nan,
-        float(after.mean()) if both else np.nan,
+    shared_names = [name for name in first if name in second]
+    first_values = np.array([first[name] for name in shared_names])
+    second_values = np.array([second[name] for name in shared_names])
+    change = second_values - first_values
+    return PairedDifference(
+        estimate_mean(change, is_share=False),
+        float(first_values.mean()) if shared_names else np.nan,
+        float(second_values.mean()) if shared_names else np.nan,
         int((change > 0).sum()),
         int((change < 0).sum()),
     )

@@ -12,223 +12,260 @@ import numpy as np
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import DataConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problem
-from jaxspec.data.problems import Measured
-from jaxspec.data.scoring import Judged
-from jaxspec.evaluation.estimates import Estimate, Tally, consensus, estimates
-from jaxspec.host.batches import Batches
+from jaxspec.data.problems import EvaluationSet
+from jaxspec.data.scoring import RolloutScores
+from jaxspec.evaluation.estimates import AnswerTally, Estimate, estimate_metrics, majority_accuracy
+from jaxspec.host.prompts import PromptSource
+from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import require
-from jaxspec.inputs.json_keys import listed
-from jaxspec.rewards.extract import Style, dapo_form, extract, normalise, opens_thought
+from jaxspec.inputs.json_keys import join_names
+from jaxspec.rewards.extract import (
+    Style,
+    extract_answer,
+    normalize_answer,
+    normalize_dapo_answer,
+    opens_thought,
+)
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.state import Prompts, Rollout
 
-Ask = Callable[[Any, Prompts], tuple[Any, Rollout]]
+AnswerPrompts = Callable[[Any, Prompts], tuple[Any, Rollout]]
 """Answers prompts by a state, which it may consume: gives the state again, and the rollout."""
-Record = dict[str, Any]
-"""What became of a problem, as a line of `records.Records`, but for its step."""
+ProblemRecord = dict[str, Any]
+"""What became of a problem, as a line of `records.RecordFile`, but for its step."""
 
 
-class Part(NamedTuple):
+class ProblemChunk(NamedTuple):
     """Problems that are asked together: all their answers, call after call."""
 
-    name: str
+    set_name: str
     """Of their set."""
-    places: range
+    indices: range
     """Where they are in it."""
-    number: int
+    first_call: int
     """Of their first call, in the whole evaluation."""
 
 
 class Evaluator:
-    """Measures policies on the measured sets of `batches`, by calls of one program.
+    """Measures policies on the evaluation sets of `source`, by calls of one program.
 
     Args:
-      batches: asks and judges; a call answers each problem with one group.
-      config: the one of `batches`.
+      source: places the problems. A call answers each with one group.
+      scorer: scores the answers.
+      config: the one of `source`.
       samples: answers to each problem, a multiple of the group.
-      ask: the program.
+      answer_prompts: the program.
       prepare: makes of a state what the program takes instead, once an evaluation.
       with_text: whether records have the responses themselves.
     """
 
     def __init__(
         self,
-        batches: Batches,
+        source: PromptSource,
+        scorer: RolloutScorer,
         config: ResolvedConfig,
         samples: int,
-        ask: Ask,
+        answer_prompts: AnswerPrompts,
         prepare: Callable[[Any], Any] | None = None,
         with_text: bool = False,
     ) -> None:
-        self._batches, self._samples, self._ask, self._with_text = batches, samples, ask, with_text
+        self._source, self._scorer, self._samples = source, scorer, samples
+        self._answer_prompts, self._with_text = answer_prompts, with_text
         self._prepare = prepare
-        self._sets: Mapping[str, Measured] = batches.sets.measured
-        self._judges = [*config.judged_sets.values()]
-        self._prompts, self._repeats = config.batch.prompts, samples // config.batch.group_size
+        self._problem_sets: Mapping[str, EvaluationSet] = source.sets.evaluation
+        self._set_configs = [*config.sets_by_prefix.values()]
+        self._prompts_per_call, self._calls_per_problem = (
+            config.batch.prompts,
+            samples // config.batch.group_size,
+        )
 
     @property
-    def parts(self) -> list[Part]:
+    def chunks(self) -> list[ProblemChunk]:
         """All that is asked, in its order."""
-        found: list[Part] = []
-        for name, measured in self._sets.items():
-            count = len(measured.problems)
-            for first in range(0, count, self._prompts):
-                places = range(first, min(first + self._prompts, count))
-                found.append(Part(name, places, len(found) * self._repeats))
-        return found
+        chunks: list[ProblemChunk] = []
+        for name, problem_set in self._problem_sets.items():
+            count = len(problem_set.problems)
+            for first in range(0, count, self._prompts_per_call):
+                indices = range(first, min(first + self._prompts_per_call, count))
+                chunks.append(ProblemChunk(name, indices, len(chunks) * self._calls_per_problem))
+        return chunks
 
     def require_metric(self, name: str) -> None:
         """Refuses the name of a metric that this does not give."""
-        names = list(named(self.estimated([])))
+        names = list(flatten_estimates(self.estimate_sets([])))
         require(
             not name or name in names,
-            f"eval.keep_best is {name!r}, and evaluations give {listed(names)}; choose one of"
+            f"eval.keep_best is {name!r}, and evaluations give {join_names(names)}; choose one of"
             " these",
         )
 
-    def __call__(self, state: Any, stop: Callable[[], bool]) -> tuple[Any, list[Record] | None]:
+    def __call__(
+        self, state: Any, stop: Callable[[], bool]
+    ) -> tuple[Any, list[ProblemRecord] | None]:
         """Measures the policy of a state, which may be consumed: gives it again, with the records
         of this process's problems; None for them if it was asked to stop before a call."""
-        records: list[Record] = []
-        given = self.prepared(state)
-        for part in self.parts:
-            given, found = self.answer(given, part, stop)
-            if found is None:
-                return state if self._prepare else given, None
-            records += found
-        return state if self._prepare else given, records
+        records: list[ProblemRecord] = []
+        prepared_state = self.prepare_state(state)
+        for chunk in self.chunks:
+            prepared_state, chunk_records = self.answer_chunk(prepared_state, chunk, stop)
+            if chunk_records is None:
+                return state if self._prepare else prepared_state, None
+            records += chunk_records
+        return state if self._prepare else prepared_state, records
 
-    def prepared(self, state: Any) -> Any:
+    def prepare_state(self, state: Any) -> Any:
         """What the program takes of a state."""
         return self._prepare(state) if self._prepare else state
 
-    def left(self, records: list[Record]) -> list[Part]:
+    def remaining_chunks(self, records: list[ProblemRecord]) -> list[ProblemChunk]:
         """What is not answered yet, in any process; `records` are this one's."""
-        known = {(record["set"], record["problem"]) for record in records}
-        here = self._batches.prompts_here
-        done = [
+        answered = {(record["set"], record["problem"]) for record in records}
+        local_prompts = self._source.is_local_prompt
+        is_done = [
             all(
-                (part.name, place) in known
-                for place, own in zip(part.places, here, strict=False)
-                if own
+                (chunk.set_name, index) in answered
+                for index, is_local in zip(chunk.indices, local_prompts, strict=False)
+                if is_local
             )
-            for part in self.parts
+            for chunk in self.chunks
         ]
-        agreed = meshes.sum_over_processes(np.asarray(done, np.float32)) == jax.process_count()
-        return [part for part, all_done in zip(self.parts, agreed, strict=True) if not all_done]
+        done_everywhere = (
+            meshes.sum_over_processes(np.asarray(is_done, np.float32)) == jax.process_count()
+        )
+        return [chunk for chunk, done in zip(self.chunks, done_everywhere, strict=True) if not done]
 
-    def answer(
-        self, state: Any, part: Part, stop: Callable[[], bool]
-    ) -> tuple[Any, list[Record] | None]:
+    def answer_chunk(
+        self, state: Any, chunk: ProblemChunk, stop: Callable[[], bool]
+    ) -> tuple[Any, list[ProblemRecord] | None]:
         """As a call, for some problems; the state is a prepared one."""
-        source = self._sets[part.name]
+        problem_set = self._problem_sets[chunk.set_name]
         problems: dict[int, Problem] = {
-            place: source.of(number) for place, number in enumerate(part.places)
+            position: problem_set.get_problem(number)
+            for position, number in enumerate(chunk.indices)
         }
-        calls: list[Judged] = []
-        for number in range(self._repeats):
+        calls: list[RolloutScores] = []
+        for number in range(self._calls_per_problem):
             if stop():
                 return state, None
-            prompts = self._batches.evaluate(problems, part.number + number)
-            state, rollout = self._ask(state, prompts)
-            calls.append(self._batches.score_evaluation(problems, rollout))
-        return state, list(self._records(part, calls))
+            prompts = self._source.place_evaluation(problems, chunk.first_call + number)
+            state, rollout = self._answer_prompts(state, prompts)
+            calls.append(self._scorer.score_evaluation(problems, rollout))
+        return state, list(self._build_records(chunk, calls))
 
-    def _records(self, part: Part, calls: list[Judged]) -> Iterator[Record]:
+    def _build_records(
+        self, chunk: ProblemChunk, calls: list[RolloutScores]
+    ) -> Iterator[ProblemRecord]:
         """Of this process's problems, from all calls that answered them."""
-        data, votes = self._data(part.name), self._votes(part.name)
-        group = self._batches.group
+        data, has_votes = self._data_config(chunk.set_name), self._has_votes(chunk.set_name)
+        group = self._source.group_size
         for first in range(0, len(calls[0].rows), group):
             answers: dict[str, list[Any]] = {}
-            for judged in calls:
+            for call_scores in calls:
                 for row in range(first, first + group):
-                    for key, value in _answer(judged, row).items():
+                    for key, value in _describe_answer(call_scores, row).items():
                         answers.setdefault(key, []).append(value)
             responses = answers.pop("responses")
-            if votes:
-                opened = opens_thought(calls[0].problems[first].prompt)
-                answers["stated"] = [_stated(text, data.answer_style, opened) for text in responses]
+            if has_votes:
+                in_thought = opens_thought(calls[0].problems[first].prompt)
+                answers["stated"] = [
+                    _extract_answer(text, data.answer_style, in_thought) for text in responses
+                ]
             if self._with_text:
                 answers["responses"] = responses
             problem = calls[0].problems[first]
             yield {
-                "set": part.name,
-                "problem": part.places[int(calls[0].rows[first]) // group],
+                "set": chunk.set_name,
+                "problem": chunk.indices[int(calls[0].rows[first]) // group],
                 "prompt": problem.prompt,
                 "question": problem.question,
                 "answer": problem.answer,
                 **answers,
             }
 
-    def estimated(self, records: list[Record]) -> dict[str, dict[str, Estimate]]:
+    def estimate_sets(self, records: list[ProblemRecord]) -> dict[str, dict[str, Estimate]]:
         """What the records of all processes say, by set; `records` are those of this one."""
-        found = {}
-        for name, measured in self._sets.items():
-            table = np.zeros((len(Tally._fields), len(measured.problems)), np.float32)
+        results = {}
+        for name, problem_set in self._problem_sets.items():
+            table = np.zeros((len(AnswerTally._fields), len(problem_set.problems)), np.float32)
             for record in records:
                 if record["set"] == name:
-                    table[:, record["problem"]] = _tally(record)
-            tally = Tally(*meshes.sum_over_processes(table).astype(np.float64))
-            found[name] = estimates(tally, self._samples, self._votes(name))
-        return found
+                    table[:, record["problem"]] = _tally_record(record)
+            tally = AnswerTally(*meshes.sum_over_processes(table).astype(np.float64))
+            results[name] = estimate_metrics(tally, self._samples, self._has_votes(name))
+        return results
 
-    def _data(self, name: str) -> DataConfig:
-        return self._judges[self._sets[name].judge].data
+    def _data_config(self, name: str) -> DataConfig:
+        return self._set_configs[self._problem_sets[name].set_number].data
 
-    def _votes(self, name: str) -> bool:
+    def _has_votes(self, name: str) -> bool:
         """Whether answers to a set's problems can be compared with one another."""
-        judge = self._judges[self._sets[name].judge]
-        return "answer" in judge.reward.all_parts and judge.data.answer_style != "code"
+        set_config = self._set_configs[self._problem_sets[name].set_number]
+        return "answer" in set_config.reward.all_parts and set_config.data.answer_style != "code"
 
 
-def named(found: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Estimate]:
+def flatten_estimates(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Estimate]:
     """Estimates by set and metric, such as held_out/avg@8."""
-    return {f"{name}/{key}": each for name, part in found.items() for key, each in part.items()}
-
-
-def metrics_of(found: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
-    """Estimates as metrics of a batch: values, and the interval of the share of correct answers."""
-    metrics = {}
-    for name, each in named(found).items():
-        metrics[f"eval/{name}"] = each.value
-        if "/avg@" in name:
-            metrics |= {f"eval/{name}/low": each.low, f"eval/{name}/high": each.high}
-    return metrics
-
-
-def measured(line: Mapping[str, Any]) -> bool:
-    """Whether a batch's metrics have those of an evaluation."""
-    return any(name.startswith("eval/") for name in line)
-
-
-def _answer(judged: Judged, row: int) -> dict[str, Any]:
-    """One answer, as items of the lists of a record."""
-    known, scores = bool(judged.rewarded[row]), judged.scores
-    outcome = Outcome(int(scores.outcomes[row]))
     return {
-        "correct": outcome == Outcome.CORRECT if known else None,
-        "reward": float(scores.rewards[row]) if known else None,
-        "outcome": outcome.name.lower() if judged.ended[row] else "failed",
-        "tokens": int(judged.ends[row] - judged.starts[row]),
-        "rounds": int(judged.rounds[row]),
-        "responses": judged.asked.responses[row],
+        f"{name}/{key}": estimate
+        for name, set_estimates in estimates.items()
+        for key, estimate in set_estimates.items()
     }
 
 
-def _stated(response: str, style: Style, in_thought: bool) -> str | None:
+def to_metrics(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
+    """Estimates as metrics of a batch: values, and the interval of the share of correct answers."""
+    metrics = {}
+    for name, estimate in flatten_estimates(estimates).items():
+        metrics[f"eval/{name}"] = estimate.value
+        if "/avg@" in name:
+            metrics |= {f"eval/{name}/low": estimate.low, f"eval/{name}/high": estimate.high}
+    return metrics
+
+
+def has_evaluation(metrics: Mapping[str, Any]) -> bool:
+    """Whether a batch's metrics have those of an evaluation."""
+    return any(name.startswith("eval/") for name in metrics)
+
+
+def _describe_answer(rollout_scores: RolloutScores, row: int) -> dict[str, Any]:
+    """One answer, as items of the lists of a record."""
+    is_judged, scores = bool(rollout_scores.has_reward[row]), rollout_scores.scores
+    outcome = Outcome(int(scores.outcomes[row]))
+    return {
+        "correct": outcome == Outcome.CORRECT if is_judged else None,
+        "reward": float(scores.rewards[row]) if is_judged else None,
+        "outcome": outcome.name.lower() if rollout_scores.is_complete[row] else "failed",
+        "tokens": int(rollout_scores.lengths[row] - rollout_scores.prompt_lengths[row]),
+        "rounds": int(rollout_scores.rounds[row]),
+        "responses": rollout_scores.requests.responses[row],
+    }
+
+
+def _extract_answer(response: str, style: Style, in_thought: bool) -> str | None:
     """The answer that a response states, in the form in which votes are counted."""
-    found = extract(response, style, in_thought=in_thought)
-    return None if found is None else (dapo_form if style == "dapo" else normalise)(found)
+    answer = extract_answer(response, style, in_thought=in_thought)
+    return (
+        None
+        if answer is None
+        else (normalize_dapo_answer if style == "dapo" else normalize_answer)(answer)
+    )
 
 
-def _tally(record: Record) -> list[float | int]:
-    """A problem's entry in `Tally`."""
+def _tally_record(record: ProblemRecord) -> list[float | int]:
+    """A problem's entry in `AnswerTally`."""
     stated = record.get("stated", [None] * len(record["correct"]))
-    known = [
-        (right, reward, said)
-        for right, reward, said in zip(record["correct"], record["reward"], stated, strict=True)
-        if right is not None
+    judged_answers = [
+        (is_correct, reward, answer)
+        for is_correct, reward, answer in zip(
+            record["correct"], record["reward"], stated, strict=True
+        )
+        if is_correct is not None
     ]
-    rights = [right for right, _, _ in known]
-    voted = consensus([said for _, _, said in known], rights)
-    return [len(known), sum(rights), voted, sum(reward for _, reward, _ in known)]
+    correct_flags = [is_correct for is_correct, _, _ in judged_answers]
+    vote_accuracy = majority_accuracy([answer for _, _, answer in judged_answers], correct_flags)
+    return [
+        len(judged_answers),
+        sum(correct_flags),
+        vote_accuracy,
+        sum(reward for _, reward, _ in judged_answers),
+    ]

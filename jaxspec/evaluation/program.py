@@ -2,86 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxspec import mesh as meshes
 from jaxspec.build import automatic, build_step
-from jaxspec.config.check import check
+from jaxspec.config.check import check_config
 from jaxspec.config.settings import AdvantageConfig, DynamicSamplingConfig, ResolvedConfig
 from jaxspec.data.problems import ProblemSets
 from jaxspec.evaluation.evaluator import Evaluator
-from jaxspec.host import memory
-from jaxspec.host.batches import Batches
+from jaxspec.host import fit as memory
 from jaxspec.host.job import Job
 from jaxspec.host.loaded_run import measured_factors
-from jaxspec.host.runner import Runner, abstract, ahead, ahead_with
-from jaxspec.inputs.checked import read_from
+from jaxspec.host.programs import abstract, ahead, ahead_with
+from jaxspec.host.prompts import PromptSource
+from jaxspec.host.scoring import RolloutScorer
+from jaxspec.inputs.checked import prefix_errors
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import smallest_pool
 from jaxspec.state import Prompts, Ready, Rollout, TrainState
 from jaxspec.step import Step
+
+
+class _Phases(NamedTuple):
+    """Programs of an evaluation."""
+
+    programs: Mapping[str, Any]
+
 
 DRAFT_LENGTH = 3
 """Tokens drafted a round where a run chooses among several: what it chooses by was measured on its
 own rollouts."""
 
 
-def samples_of(config: ResolvedConfig) -> int:
+def samples_per_problem(config: ResolvedConfig) -> int:
     """Answers to each problem."""
     return config.eval.samples or config.batch.group_size
 
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens", "max_new_tokens", "stop")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_new_tokens", "max_new_tokens", "stop")
 """Settings that `eval` may have otherwise than `rollout`."""
 
 
-def sampling_of(config: ResolvedConfig) -> dict[str, Any]:
+def sampling_settings(config: ResolvedConfig) -> dict[str, Any]:
     """How evaluations sample, by the names of settings of `rollout`."""
     settings, rollout = config.eval, config.rollout
-    given = {name: getattr(settings, name) for name in SAMPLING}
-    given["max_new_tokens"] = settings.max_new_tokens or "same"
-    found = {
-        name: getattr(rollout, name) if value == "same" else value for name, value in given.items()
+    requested = {name: getattr(settings, name) for name in SAMPLING_SETTINGS}
+    requested["max_new_tokens"] = settings.max_new_tokens or "same"
+    values = {
+        name: getattr(rollout, name) if value == "same" else value
+        for name, value in requested.items()
     }
     if settings.min_new_tokens == "same":  # shorter responses may end earlier
-        found["min_new_tokens"] = min(rollout.min_new_tokens, found["max_new_tokens"] - 1)
-    return found
+        values["min_new_tokens"] = min(rollout.min_new_tokens, values["max_new_tokens"] - 1)
+    return values
 
 
-def own_settings(config: ResolvedConfig) -> list[str]:
+def differing_settings(config: ResolvedConfig) -> list[str]:
     """What evaluations have otherwise than the run, so that its program cannot answer for them;
     none where it can."""
-    found = [
+    differences = [
         f"eval.{name} {list(value) if isinstance(value, tuple) else value}"
-        for name, value in sampling_of(config).items()
+        for name, value in sampling_settings(config).items()
         if value != getattr(config.rollout, name)
     ]
-    if samples_of(config) % config.batch.group_size:
-        found.append(
-            f"eval.samples {samples_of(config)}, no multiple of batch.group_size"
+    if samples_per_problem(config) % config.batch.group_size:
+        differences.append(
+            f"eval.samples {samples_per_problem(config)}, no multiple of batch.group_size"
             f" {config.batch.group_size}"
         )
-    return found
+    return differences
 
 
-def measuring(config: ResolvedConfig, shards: int) -> ResolvedConfig:
+def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     """The config of a program that answers for evaluations: `eval.samples` rows of each prompt, and
     about as many rows a call as the run's batch."""
     rollout, batch = config.rollout, config.batch
-    samples = samples_of(config)
+    samples = samples_per_problem(config)
     prompts = max(1, batch.prompts * batch.group_size // samples // shards) * shards
-    sampling = sampling_of(config)
-    longest = sampling["max_new_tokens"]
+    sampling = sampling_settings(config)
+    max_new_tokens = sampling["max_new_tokens"]
     draft, engine = rollout.draft, rollout.engine
-    if draft.draft_lengths:
+    if draft.length_choices:
         draft = replace(draft, draft_length=DRAFT_LENGTH)
     if engine.pages and isinstance(engine.page_size, int):
-        row = config.data.max_prompt_length, longest, draft.max_draft_length
-        least = smallest_pool(prompts // shards, *row, engine.page_size)
-        engine = replace(engine, pages=max(engine.pages, least))
+        row = config.data.max_prompt_length, max_new_tokens, draft.max_draft_length
+        min_pages = smallest_pool(prompts // shards, *row, engine.page_size)
+        engine = replace(engine, pages=max(engine.pages, min_pages))
     return replace(
         config,
         rollout=replace(rollout, draft=draft, engine=engine, **sampling),
@@ -92,18 +102,18 @@ def measuring(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     )
 
 
-def asking_step(job: Job, config: ResolvedConfig) -> Step:
-    """The step of a config as `measuring` gives it, beside the job's learner."""
+def build_evaluation_step(job: Job, config: ResolvedConfig) -> Step:
+    """The step of a config as `evaluation_config` gives it, beside the job's learner."""
     tokenizer, stop = job.tokenizer, job.step.generator.settings.stop
     if config.rollout.stop != job.config.rollout.stop:
-        tokenizer = tokenizer.ending_with(config.rollout.stop, config.rollout.stop_ids)
-        stop = tokenizer.stop_table(config.rollout.stop)
-    asking = build_step(config, job.mesh, tokenizer.stop_ids, tokenizer.size, stop)
+        tokenizer = tokenizer.with_stops(config.rollout.stop, config.rollout.stop_ids)
+        stop = tokenizer.build_stop_table(config.rollout.stop)
+    step = build_step(config, job.mesh, tokenizer.stop_ids, tokenizer.size, stop)
     # beside it lies what the job keeps, not what this config would
-    return replace(asking, learner=job.step.learner)
+    return replace(step, learner=job.step.learner)
 
 
-def with_own_program(
+def compile_evaluator(
     job: Job, sets: ProblemSets, scorers: SetScorers, with_text: bool = False
 ) -> Evaluator:
     """What measures policies by a program of its own, which is compiled now; the states that it is
@@ -112,37 +122,39 @@ def with_own_program(
     Raises:
       ConfigError: it does not fit the devices beside such a state.
     """
-    config = measuring(job.config, meshes.row_shards(job.mesh))
-    with read_from("evaluations"):
-        check(config, job.mesh.size, jax.process_count())
-    asking = asking_step(job, config)
+    config = evaluation_config(job.config, meshes.row_shards(job.mesh))
+    with prefix_errors("evaluations"):
+        check_config(config, job.mesh.size, jax.process_count())
+    evaluation_step = build_evaluation_step(job, config)
     prompts, grid = config.batch.prompts, job.step.generator.settings.grid
     state, _, _ = abstract(job.step, job.config.batch.prompts)
 
-    def runner_of(step: Step) -> Runner:
+    def compile_phases(step: Step) -> _Phases:
         def sync(state: TrainState) -> Ready:
             factors = measured_factors(state.generator.overlap_by_factor, step.generator, grid)
-            known = state.generator.replace(overlap_by_factor=factors, chooser=None)
-            return step.sync(state.replace(generator=known))
+            generator_state = state.generator.replace(overlap_by_factor=factors, chooser=None)
+            return step.sync(state.replace(generator=generator_state))
 
-        _, _, wanted = abstract(step, prompts)
-        prepare, ready = ahead(sync, state)
+        _, _, prompt_shapes = abstract(step, prompts)
+        prepare, weights = ahead(sync, state)
         rows = meshes.rows_sharding(step.mesh)
-        asked = step.generator
-        generate, _ = ahead_with(asked, asked.generate, ready, wanted, out_shardings=rows)
-        return Runner(_never, {"prepare": prepare, "generate": generate})
+        generator = step.generator
+        generate, _ = ahead_with(
+            generator, generator.generate, weights, prompt_shapes, out_shardings=rows
+        )
+        return _Phases({"prepare": prepare, "generate": generate})
 
-    may = automatic(config, job.mesh)._replace(tokens=False)
-    fit = memory.fitted(asking, prompts, runner_of, may)
-    programs = fit.runner.programs
-    batches = Batches(replace(job, config=config, step=fit.step), sets, scorers)
+    choices = automatic(config, job.mesh)._replace(tokens=False)
+    fit = memory.fitted(evaluation_step, prompts, compile_phases, choices)
+    programs = fit.compiled.programs
+    fitted_job = replace(job, config=config, step=fit.step)
+    source = PromptSource(fitted_job, sets)
+    scorer = RolloutScorer(fitted_job, source, scorers)
 
-    def ask(ready: Ready, prompts: Prompts) -> tuple[Ready, Rollout]:
-        return ready, programs["generate"](ready, prompts)
+    def answer_prompts(weights: Ready, prompts: Prompts) -> tuple[Ready, Rollout]:
+        return weights, programs["generate"](weights, prompts)
 
     samples = config.batch.group_size
-    return Evaluator(batches, config, samples, ask, programs["prepare"], with_text)
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("an evaluation learns nothing, and its phases are called one by one")
+    return Evaluator(
+        source, scorer, config, samples, answer_prompts, programs["prepare"], with_text
+    )

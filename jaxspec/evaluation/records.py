@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.data.problem_source import normal_form
-from jaxspec.evaluation.estimates import Difference, difference
+from jaxspec.data.problem_source import normalize_text
+from jaxspec.evaluation.estimates import PairedDifference, compare_shares
 from jaxspec.inputs.checked import require
-from jaxspec.inputs.json_keys import listed
-from jaxspec.system.files import expanded
-from jaxspec.system.metrics import append_lines, cut_lines, read_lines
+from jaxspec.inputs.json_keys import join_names
+from jaxspec.system.files import expand_user_path
+from jaxspec.system.metrics import append_records, read_records, truncate_records
 
-NAME = "evaluations"
-_KEYS = {"set": str, "problem": int, "prompt": str, "correct": list}
+FILE_STEM = "evaluations"
+_REQUIRED_KEYS = {"set": str, "problem": int, "prompt": str, "correct": list}
 
 
-class Records:
+class RecordFile:
     """The lines of a run's evaluations: each process writes those of its own problems, process 0 to
     evaluations.jsonl, the others to files with their number.
 
@@ -31,35 +31,37 @@ class Records:
     """
 
     def __init__(self, folder: Path, process: int) -> None:
-        self.file = folder / f"{NAME}{f'-{process}' * (process > 0)}.jsonl"
+        self.file = folder / f"{FILE_STEM}{f'-{process}' * (process > 0)}.jsonl"
 
-    def write(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
+    def append_records(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Appends one line a problem."""
-        append_lines(self.file, ({"step": step, **line} for line in lines))
+        append_records(self.file, ({"step": step, **line} for line in lines))
 
-    def cut_back(self, step: float | int) -> None:
+    def truncate_from(self, step: float | int) -> None:
         """Drops the lines of `step` and later, and one that a kill has torn."""
-        cut_lines(self.file, step)
+        truncate_records(self.file, step)
 
-    def read(self) -> list[dict[str, Any]]:
+    def load_records(self) -> list[dict[str, Any]]:
         """Its lines, oldest first."""
-        return read_lines(self.file)
+        return read_records(self.file)
 
 
-def _checked(file: Path) -> list[dict[str, Any]]:
+def _load_valid_lines(file: Path) -> list[dict[str, Any]]:
     """The lines of a file, each with what is compared."""
-    lines = read_lines(file)
+    lines = read_records(file)
     for number, line in enumerate(lines, start=1):
-        wrong = [name for name, kind in _KEYS.items() if not isinstance(line.get(name), kind)]
+        invalid = [
+            name for name, kind in _REQUIRED_KEYS.items() if not isinstance(line.get(name), kind)
+        ]
         require(
-            not wrong,
-            f"{file}, line {number} has no {listed(wrong)} of an evaluation; mend or remove that"
-            " line",
+            not invalid,
+            f"{file}, line {number} has no {join_names(invalid)} of an evaluation; mend or remove"
+            " that line",
         )
     return lines
 
 
-def compare(first: str, second: str) -> dict[str, Difference]:
+def compare_evaluations(first: str, second: str) -> dict[str, PairedDifference]:
     """Compares two evaluations of the same problems, by set.
 
     Each is the folder of a run or of an evaluation, of which the newest counts, or FOLDER:STEP.
@@ -67,54 +69,60 @@ def compare(first: str, second: str) -> dict[str, Difference]:
     Raises:
       ConfigError: there is no such evaluation; a line is damaged; they have no problem in common.
     """
-    lines = [_lines_of(named) for named in (first, second)]
+    lines = [_load_evaluation(source) for source in (first, second)]
     # evaluations of earlier versions know their problems by the prompts alone
-    key = "question" if all(line.get("question") for each in lines for line in each) else "prompt"
-    shares = [_shares(each, key) for each in lines]
-    found = {}
+    key = (
+        "question"
+        if all(line.get("question") for evaluation in lines for line in evaluation)
+        else "prompt"
+    )
+    shares = [_correct_shares(evaluation, key) for evaluation in lines]
+    differences = {}
     for name in shares[0]:
         if name in shares[1]:
-            found[name] = difference(shares[0][name], shares[1][name])
-    told = [
-        f"{where} has {listed(names)}" for where, names in zip((first, second), shares, strict=True)
+            differences[name] = compare_shares(shares[0][name], shares[1][name])
+    descriptions = [
+        f"{source} has {join_names(names)}"
+        for source, names in zip((first, second), shares, strict=True)
     ]
     require(
-        any(each.estimate.problems for each in found.values()),
-        f"{' and '.join(told)}: no problem is in the same set of both; evaluate both on the same"
-        " sets",
+        any(difference.estimate.problems for difference in differences.values()),
+        f"{' and '.join(descriptions)}: no problem is in the same set of both; evaluate both on"
+        " the same sets",
     )
-    return found
+    return differences
 
 
-def _lines_of(named: str) -> list[dict[str, Any]]:
+def _load_evaluation(source: str) -> list[dict[str, Any]]:
     """The lines of an evaluation."""
-    path, _, number = named.rpartition(":")
+    path, _, number = source.rpartition(":")
     if not path or not number.isdecimal():
-        path, number = named, ""
-    folder = expanded(path, "--compare")
-    files = sorted(folder.glob(f"{NAME}*.jsonl"))
+        path, number = source, ""
+    folder = expand_user_path(path, "--compare")
+    files = sorted(folder.glob(f"{FILE_STEM}*.jsonl"))
     require(
         bool(files),
-        f"--compare {named}: {folder} has no {NAME}.jsonl; give the folder of a run that has been"
-        " evaluated, or of jaxspec.evaluate, or FOLDER:STEP",
+        f"--compare {source}: {folder} has no {FILE_STEM}.jsonl; give the folder of a run that has"
+        " been evaluated, or of jaxspec.evaluate, or FOLDER:STEP",
     )
-    lines = [line for file in files for line in _checked(file)]
+    lines = [line for file in files for line in _load_valid_lines(file)]
     steps = sorted({line["step"] for line in lines})
-    require(bool(steps), f"--compare {named}: {files[0]} is empty; evaluate again")
+    require(bool(steps), f"--compare {source}: {files[0]} is empty; evaluate again")
     step = int(number) if number else steps[-1]
     require(
         step in steps,
-        f"--compare {named}: no evaluation at step {step}; there are {listed(map(str, steps))}",
+        f"--compare {source}: no evaluation at step {step}; there are"
+        f" {join_names(map(str, steps))}",
     )
     return [line for line in lines if line["step"] == step]
 
 
-def _shares(lines: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str, float]]:
+def _correct_shares(lines: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str, float]]:
     """Share of correct answers by set and problem, which is known by its `key`."""
-    found: dict[str, dict[str, float]] = {}
+    shares: dict[str, dict[str, float]] = {}
     for line in lines:
-        known = [right for right in line["correct"] if right is not None]
-        if known:
-            problem = normal_form(line[key])
-            found.setdefault(line["set"], {})[problem] = sum(map(bool, known)) / len(known)
-    return found
+        judged = [is_correct for is_correct in line["correct"] if is_correct is not None]
+        if judged:
+            problem = normalize_text(line[key])
+            shares.setdefault(line["set"], {})[problem] = sum(map(bool, judged)) / len(judged)
+    return shares

@@ -8,60 +8,71 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.hf.names import Place, Row, check_count, named_leaves, places, to_ours, to_theirs
+from jaxspec.hf.names import (
+    TensorEntry,
+    WeightMapping,
+    check_tensor_count,
+    leaves_by_path,
+    tensor_entries,
+    to_tensor,
+    to_weight,
+)
 from jaxspec.hf.pretrained import find_folder
-from jaxspec.hf.tensor_files import WHOLES, Stored, check_header, open_tensors
+from jaxspec.hf.tensor_files import INTEGER_DTYPES, StoredTensor, check_tensor_header, open_tensors
 from jaxspec.inputs.checked import require
-from jaxspec.inputs.json_keys import listed
+from jaxspec.inputs.json_keys import join_names
 from jaxspec.inputs.spec import DraftSpec
 from jaxspec.state import PyTree
 
-Arrays = Mapping[str, np.ndarray]
+NamedArrays = Mapping[str, np.ndarray]
 MODEL_PATH, DRAFT_PATH = "model.path", "rollout.draft.path"
 
 
-BUFFERS: dict[str, tuple[str, ...]] = {"d2t": WHOLES, "t2d": (*WHOLES, "BOOL")}
+BUFFER_DTYPES: dict[str, tuple[str, ...]] = {
+    "d2t": INTEGER_DTYPES,
+    "t2d": (*INTEGER_DTYPES, "BOOL"),
+}
 """Tensors of a draft, by their normal names, that are no weights, and the types that they may
 have."""
 
 
-def check_padding(source: str, own: int, vocab: int, tokens: int) -> None:
-    """Raises ConfigError if a draft's vocabulary of `own` rows differs from the policy's in more
-    than rows without a token, of which published models have some."""
-    fits = own == vocab or min(own, vocab) >= tokens
+def check_vocabulary_padding(source: str, draft_vocab: int, vocab: int, token_count: int) -> None:
+    """Raises ConfigError if a draft's vocabulary of `draft_vocab` rows differs from the policy's in
+    more than rows without a token, of which published models have some."""
+    fits = draft_vocab == vocab or min(draft_vocab, vocab) >= token_count
     require(
         fits,
-        f"{source}: the draft was made for a vocabulary of {own}, model.vocab is {vocab}, and the"
-        f" tokenizer has {tokens} tokens; choose a draft that shares the policy's",
+        f"{source}: the draft was made for a vocabulary of {draft_vocab}, model.vocab is {vocab},"
+        f" and the tokenizer has {token_count} tokens; choose a draft that shares the policy's",
     )
 
 
-def check_headers(tensors: Mapping[str, Stored]) -> None:
+def check_tensor_headers(tensors: Mapping[str, StoredTensor]) -> None:
     """Raises ConfigError for a draft's tensors of a type or number of axes that none has."""
     for name, stored in tensors.items():
-        if name in BUFFERS:
-            check_header(stored, BUFFERS[name], (1,))
+        if name in BUFFER_DTYPES:
+            check_tensor_header(stored, BUFFER_DTYPES[name], (1,))
         else:
-            check_header(stored)
+            check_tensor_header(stored)
 
 
-def read_all(tensors: Mapping[str, Stored]) -> dict[str, np.ndarray]:
+def load_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
     """A draft's tensors; their headers are checked before."""
-    check_headers(tensors)
+    check_tensor_headers(tensors)
     return {name: stored.read() for name, stored in tensors.items()}
 
 
-def lent(spec: DraftSpec, values: bool) -> dict[str, np.ndarray]:
+def load_policy_embeddings(spec: DraftSpec, with_values: bool) -> dict[str, np.ndarray]:
     """The policy's embedding [V D] and head [D V]; where their values do not matter, something of
     the same shape."""
     model = spec.policy
-    if not values or not model.path:
+    if not with_values or not model.path:
         shape = model.vocab, model.embed
-        lacks = (
+        message = (
             f"{DRAFT_PATH} {spec.path} borrows the policy's embedding or head, which"
             f" can only be looked up with --{MODEL_PATH}"
         )
-        require(not values, lacks)
+        require(not with_values, message)
         return {
             "embedding": np.broadcast_to(np.float32(math.nan), shape),
             "head": np.broadcast_to(np.float32(math.nan), shape[::-1]),
@@ -74,92 +85,105 @@ def lent(spec: DraftSpec, values: bool) -> dict[str, np.ndarray]:
             f"{MODEL_PATH} {model.path} lacks the tensor {name}, which the draft borrows; download"
             " the checkpoint again",
         )
-        check_header(tensors[name], axes=(2,))
+        check_tensor_header(tensors[name], ranks=(2,))
     embedding, *head = (tensors[name].read() for name in names)
     return {"embedding": embedding, "head": (head[0] if head else embedding).T}
 
 
-def fitting(
-    rows: list[Row], tensors: Mapping[str, Stored] | Arrays, network: Any, source: str
-) -> dict[str, Place]:
+def match_tensors(
+    mappings: list[WeightMapping],
+    tensors: Mapping[str, StoredTensor] | NamedArrays,
+    network: Any,
+    source: str,
+) -> dict[str, TensorEntry]:
     """Places of a draft's tensors in a network, by name; only their shapes are looked at.
 
     Raises:
       ConfigError: a row finds no tensor, a tensor no row, or one has another shape.
     """
-    shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
-    for row in rows:
-        check_count(row, shapes[row.ours], len(tensors), source)
-    wanted = {place.name: place for row in rows for place in places(row, shapes[row.ours])}
-    missing = [name for name in wanted if name not in tensors]
-    unknown = sorted(tensors.keys() - wanted.keys())
+    shapes = {name: tuple(leaf.shape) for name, leaf in leaves_by_path(network).items()}
+    for mapping in mappings:
+        check_tensor_count(mapping, shapes[mapping.weight_path], len(tensors), source)
+    entries = {
+        entry.name: entry
+        for mapping in mappings
+        for entry in tensor_entries(mapping, shapes[mapping.weight_path])
+    }
+    missing = [name for name in entries if name not in tensors]
+    unknown = sorted(tensors.keys() - entries.keys())
     require(
         not missing,
-        f"{source} lacks {listed(missing)}; it is damaged, or its config.json speaks of another"
+        f"{source} lacks {join_names(missing)}; it is damaged, or its config.json speaks of another"
         " draft",
     )
     require(
-        not unknown, f"{source} has {listed(unknown)}, which a draft of this form has no place for"
+        not unknown,
+        f"{source} has {join_names(unknown)}, which a draft of this form has no place for",
     )
-    for name, place in wanted.items():
-        fits = (
+    for name, entry in entries.items():
+        message = (
             f"{source}: {name} has shape {list(tensors[name].shape)}; the config asks for"
-            f" {list(place.shape)}"
+            f" {list(entry.shape)}"
         )
-        require(tensors[name].shape == place.shape, fits)
-    return wanted
+        require(tensors[name].shape == entry.shape, message)
+    return entries
 
 
-def collected(rows: list[Row], tensors: Arrays, network: Any, source: str) -> dict[str, np.ndarray]:
-    """Arrays by attribute path for the shapes of a network; raises as `fitting` does."""
-    shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(network).items()}
-    found: dict[str, np.ndarray] = {}
-    for name, place in fitting(rows, tensors, network, source).items():
-        tensor, row, shape = tensors[name], place.row, shapes[place.row.ours]
-        found.setdefault(row.ours, np.empty(shape, tensor.dtype))[place.lead] = to_ours(
-            row, tensor, shape[row.leading :]
-        )
-    return found
+def assemble_arrays(
+    mappings: list[WeightMapping], tensors: NamedArrays, network: Any, source: str
+) -> dict[str, np.ndarray]:
+    """Arrays by attribute path for the shapes of a network; raises as `match_tensors` does."""
+    shapes = {name: tuple(leaf.shape) for name, leaf in leaves_by_path(network).items()}
+    arrays: dict[str, np.ndarray] = {}
+    for name, entry in match_tensors(mappings, tensors, network, source).items():
+        tensor, mapping, shape = tensors[name], entry.mapping, shapes[entry.mapping.weight_path]
+        arrays.setdefault(mapping.weight_path, np.empty(shape, tensor.dtype))[
+            entry.leading_index
+        ] = to_weight(mapping, tensor, shape[mapping.leading_ndim :])
+    return arrays
 
 
-def filled(network: Any, arrays: Arrays) -> Any:
+def replace_leaves(network: Any, arrays: NamedArrays) -> Any:
     """A network, or its shapes, with arrays of the host by attribute path in place of all its
     leaves, in the leaves' own types.
 
     Raises:
       ConfigError: an array is missing, is foreign, or has another shape.
     """
-    leaves = named_leaves(network)
+    leaves = leaves_by_path(network)
     missing, foreign = sorted(leaves.keys() - arrays.keys()), sorted(arrays.keys() - leaves.keys())
-    require(not missing, f"the draft's {listed(missing)} is not among what was loaded")
-    require(not foreign, f"the draft has no {listed(foreign)}, which was loaded")
+    require(not missing, f"the draft's {join_names(missing)} is not among what was loaded")
+    require(not foreign, f"the draft has no {join_names(foreign)}, which was loaded")
     for name, leaf in leaves.items():
-        shapes = (
+        message = (
             f"the draft's {name} has shape {list(leaf.shape)}, and {list(arrays[name].shape)} was"
             " loaded"
         )
-        require(arrays[name].shape == leaf.shape, shapes)
+        require(arrays[name].shape == leaf.shape, message)
     return jax.tree.unflatten(
         jax.tree.structure(network),
         [arrays[name].astype(leaf.dtype) for name, leaf in leaves.items()],
     )
 
 
-def written(rows: list[Row], network: PyTree) -> dict[str, np.ndarray]:
+def export_tensors(mappings: list[WeightMapping], network: PyTree) -> dict[str, np.ndarray]:
     """A network's tensors by their published names."""
-    leaves = named_leaves(network)
-    found = [
-        (place, np.asarray(leaves[row.ours][place.lead]))
-        for row in rows
-        for place in places(row, leaves[row.ours].shape)
+    leaves = leaves_by_path(network)
+    entries = [
+        (entry, np.asarray(leaves[mapping.weight_path][entry.leading_index]))
+        for mapping in mappings
+        for entry in tensor_entries(mapping, leaves[mapping.weight_path].shape)
     ]
-    return {place.name: np.ascontiguousarray(to_theirs(place.row, array)) for place, array in found}
+    return {
+        entry.name: np.ascontiguousarray(to_tensor(entry.mapping, array))
+        for entry, array in entries
+    }
 
 
-def as_type(tensors: Arrays, dtype: np.dtype) -> list[tuple[str, int, Any]]:
+def cast_tensors(tensors: NamedArrays, dtype: np.dtype) -> list[tuple[str, int, Any]]:
     """Tensors as they are exported, floating ones in another type: name, bytes, what makes it."""
-    cast = {
+    cast_arrays = {
         name: array.astype(dtype) if np.issubdtype(array.dtype, np.floating) else array
         for name, array in tensors.items()
     }
-    return [(name, array.nbytes, lambda array=array: array) for name, array in cast.items()]
+    return [(name, array.nbytes, lambda array=array: array) for name, array in cast_arrays.items()]

@@ -4,35 +4,35 @@ every default, written with none."""
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.hf.known_keys import DECODER, HEAD, HEAD_FLAGS, check_keys
+from jaxspec.hf.known_keys import DECODER_KEYS, HEAD_FLAG_KEYS, HEAD_KEYS, check_keys
 from jaxspec.hf.policy_config import (
-    KEYS,
-    architecture_of,
-    head_size_of,
-    refuse_sliding,
+    JSON_KEYS,
+    architecture_name,
+    parse_head_size,
+    parse_rope,
+    refuse_sliding_window,
     rope_json,
-    rope_of,
 )
-from jaxspec.inputs.checked import called, read_from, require
-from jaxspec.inputs.json_keys import Keys, named, shown
+from jaxspec.inputs.checked import prefix_errors, require, translate_settings
+from jaxspec.inputs.json_keys import JsonObject, format_name, format_value
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
 
-Form = Literal["raw", "speculators"]
+HeadFormat = Literal["raw", "speculators"]
 """Names `midlayer.*` (SafeAILab, SpecForge, AngelSlim) or `layers.0.*` (speculators)."""
-Convention = Literal["auto", "boundary", "output_of"]
+TapConvention = Literal["auto", "boundary", "output_of"]
 
-_OTHERS = {
+_UNSUPPORTED_DRAFTS = {
     "peagle": "P-EAGLE",
     "dflash": "DFlash",
     "dspark": "DSpark",
     "medusa": "Medusa",
     "eagle3deepseek": "EAGLE-3 with latent attention",
 }
-_IDS = "eagle_aux_hidden_state_layer_ids"
-_KEYS = KEYS | {
-    "head.taps": _IDS,
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_JSON_KEYS = JSON_KEYS | {
+    "head.taps": _LAYER_IDS,
     "head.use_taps": "use_aux_hidden_state",
     "head.norm_before_fuse": "norm_before_fc",
     "head.fuse_norms": "fc_norm",
@@ -40,120 +40,143 @@ _KEYS = KEYS | {
 }
 
 
-def head_config(
-    raw: Mapping[str, Any],
+def parse_head_config(
+    content: Mapping[str, Any],
     source: str,
-    convention: Convention,
+    convention: TapConvention,
     target: ModelSpec,
-    say: Callable[[str], Any],
+    log: Callable[[str], Any],
 ) -> tuple[ModelSpec, HeadSpec, int]:
     """The decoder, the form and the size of the own vocabulary (0: the target's) of an EAGLE-3
     head, from config.json.
 
-    What is ambiguous is decided and told to `say`; the tensors have the last word
-    (`eagle3_tensors.settle`). `tie_word_embeddings` means nothing here: the head's rows are its
-    own.
+    What is ambiguous is decided and told to `log`; the tensors have the last word
+    (`eagle3_tensors.reconcile_with_tensors`). `tie_word_embeddings` means nothing here: the head's
+    rows are its own.
 
     Raises:
       ConfigError: another kind of draft, or a head for another policy; `source` is named.
     """
-    keys = Keys(raw, source)
-    _refuse_others(keys)
-    published, nested = keys.has("speculators_model_type"), keys.part("eagle_config")
-    inner = keys.part("transformer_layer_config") if published else keys
-    _check_keys(keys, nested, inner)
-    flags = Keys(
-        {**nested.content, **{key: value for key, value in raw.items() if value is not None}},
+    keys = JsonObject(content, source)
+    _refuse_other_drafts(keys)
+    is_speculators, eagle_config = (
+        keys.has_key("speculators_model_type"),
+        keys.get_object("eagle_config"),
+    )
+    layer_keys = keys.get_object("transformer_layer_config") if is_speculators else keys
+    _check_head_keys(keys, eagle_config, layer_keys)
+    flags = JsonObject(
+        {
+            **eagle_config.content,
+            **{key: value for key, value in content.items() if value is not None},
+        },
         source,
     )
-    vocab = vocabulary_of(raw, source) or target.vocab
-    width = flags.whole("target_hidden_size", inner.whole("hidden_size"))
+    vocab = vocabulary_size(content, source) or target.vocab
+    target_width = flags.get_int("target_hidden_size", layer_keys.get_int("hidden_size"))
     require(
-        width == target.embed,
-        f"{source}: the head was made for hidden states of width {width}; model.embed is"
+        target_width == target.embed,
+        f"{source}: the head was made for hidden states of width {target_width}; model.embed is"
         f" {target.embed}",
     )
-    use_taps = flags.flag("use_aux_hidden_state", True)
-    fuse_norms = flags.flag("fc_norm", False) or flags.flag("use_aux_norm", False)
-    norm_output = flags.flag("norm_output", False)
-    sure = published or fuse_norms or "norm_output" in nested.content
-    if norm_output and not sure:
+    use_taps = flags.get_bool("use_aux_hidden_state", True)
+    fuse_norms = flags.get_bool("fc_norm", False) or flags.get_bool("use_aux_norm", False)
+    norm_output = flags.get_bool("norm_output", False)
+    is_unambiguous = is_speculators or fuse_norms or "norm_output" in eagle_config.content
+    if norm_output and not is_unambiguous:
         norm_output = False
-        say(
+        log(
             f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head,"
             " not in the recurrence"
         )
-    if published and "norm_before_residual" not in raw:
-        say(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
-    taps = _taps(flags, convention, target, say) if use_taps else ()
-    with read_from(source), called(_KEYS):
+    if is_speculators and "norm_before_residual" not in content:
+        log(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
+    taps = _parse_taps(flags, convention, target, log) if use_taps else ()
+    with prefix_errors(source), translate_settings(_JSON_KEYS):
         head = HeadSpec(
             taps=taps,
             use_taps=use_taps,
-            norm_before_fuse=flags.flag("norm_before_fc", False),
+            norm_before_fuse=flags.get_bool("norm_before_fc", False),
             fuse_norms=fuse_norms,
-            norm_before_residual=flags.flag("norm_before_residual", published),
+            norm_before_residual=flags.get_bool("norm_before_residual", is_speculators),
             norm_output=norm_output,
-            logit_scale=flags.number("logit_scale", 1.0),
+            logit_scale=flags.get_float("logit_scale", 1.0),
         )
-        own_vocab = (
-            flags.whole("draft_vocab_size", inner.whole("draft_vocab_size", 0, least=0), least=0)
+        draft_vocab = (
+            flags.get_int(
+                "draft_vocab_size", layer_keys.get_int("draft_vocab_size", 0, minimum=0), minimum=0
+            )
             or vocab
         )
-        return _decoder(inner, target, say), head, 0 if own_vocab == vocab else own_vocab
+        return (
+            _parse_decoder(layer_keys, target, log),
+            head,
+            0 if draft_vocab == vocab else draft_vocab,
+        )
 
 
-def vocabulary_of(raw: Mapping[str, Any], source: str) -> int:
+def vocabulary_size(content: Mapping[str, Any], source: str) -> int:
     """The rows of the vocabulary that a head was made for; 0: not said."""
-    keys = Keys(raw, source)
-    inner = keys.part("transformer_layer_config") if keys.has("speculators_model_type") else keys
-    return inner.whole("vocab_size", 0, least=0)
+    keys = JsonObject(content, source)
+    layer_keys = (
+        keys.get_object("transformer_layer_config")
+        if keys.has_key("speculators_model_type")
+        else keys
+    )
+    return layer_keys.get_int("vocab_size", 0, minimum=0)
 
 
-def _refuse_others(keys: Keys) -> None:
-    raw, source, kind = keys.content, keys.source, keys.text("speculators_model_type", "eagle3")
-    marks = [*keys.texts("architectures"), kind]
-    marks += [
-        key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in raw
+def _refuse_other_drafts(keys: JsonObject) -> None:
+    content, source, kind = (
+        keys.content,
+        keys.source,
+        keys.get_string("speculators_model_type", "eagle3"),
+    )
+    markers = [*keys.get_strings("architectures"), kind]
+    markers += [
+        key.removesuffix("_config") for key in ("dflash_config", "dspark_config") if key in content
     ]
-    for name in (mark.lower() for mark in marks):
-        other = next((title for mark, title in _OTHERS.items() if mark in name), "")
-        old = "EAGLE-1 or EAGLE-2" if "eagle" in name and "eagle3" not in name else ""
+    for name in (marker.lower() for marker in markers):
+        other_kind = next(
+            (title for marker, title in _UNSUPPORTED_DRAFTS.items() if marker in name), ""
+        )
+        older_kind = "EAGLE-1 or EAGLE-2" if "eagle" in name and "eagle3" not in name else ""
         require(
-            not other and not old,
-            f"{source} describes a draft of kind {other or old}; only EAGLE-3 heads can be loaded",
+            not other_kind and not older_kind,
+            f"{source} describes a draft of kind {other_kind or older_kind}; only EAGLE-3 heads"
+            " can be loaded",
         )
     require(
         kind == "eagle3",
-        f"{source} describes a draft of kind {named(kind)}; only EAGLE-3 heads can be loaded",
+        f"{source} describes a draft of kind {format_name(kind)}; only EAGLE-3 heads can be loaded",
     )
     require(
-        "mask_hidden" not in raw,
+        "mask_hidden" not in content,
         f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be"
         " loaded",
     )
 
 
-def _check_keys(keys: Keys, nested: Keys, inner: Keys) -> None:
+def _check_head_keys(keys: JsonObject, eagle_config: JsonObject, layer_keys: JsonObject) -> None:
     """Raises ConfigError for what a head does here that is not built, or that is not known."""
-    check_keys(keys, DECODER | HEAD)
-    check_keys(nested, HEAD_FLAGS)
-    if inner is not keys:
-        check_keys(inner, DECODER | HEAD_FLAGS)
-    refuse_sliding(inner)
-    for key, value in nested.content.items():
-        outer = keys.content.get(key)
+    check_keys(keys, DECODER_KEYS | HEAD_KEYS)
+    check_keys(eagle_config, HEAD_FLAG_KEYS)
+    if layer_keys is not keys:
+        check_keys(layer_keys, DECODER_KEYS | HEAD_FLAG_KEYS)
+    refuse_sliding_window(layer_keys)
+    for key, value in eagle_config.content.items():
+        top_value = keys.content.get(key)
         # SpecForge has a norm_output of another meaning at the top level
-        same = value is None or outer is None or value == outer or key == "norm_output"
+        agrees = value is None or top_value is None or value == top_value or key == "norm_output"
         require(
-            same,
-            f"{nested.source}: {key} is {shown(value)}, and {shown(outer)} at the top level;"
-            " correct one",
+            agrees,
+            f"{eagle_config.source}: {key} is {format_value(value)}, and {format_value(top_value)}"
+            " at the top level; correct one",
         )
 
 
-def _taps(
-    flags: Keys, convention: Convention, target: ModelSpec, say: Callable[[str], Any]
+def _parse_taps(
+    flags: JsonObject, convention: TapConvention, target: ModelSpec, log: Callable[[str], Any]
 ) -> tuple[int, ...]:
     """Boundaries that the head reads; empty: the default ones.
 
@@ -161,73 +184,82 @@ def _taps(
     whose outputs are read, vLLM and speculators the boundaries: [1, 17, 32] and [2, 18, 33] are the
     same tensors.
     """
-    source, ids = flags.source, flags.wholes(_IDS)
-    count = flags.whole("num_aux_hidden_states") if flags.has("num_aux_hidden_states") else None
+    source, layer_ids = flags.source, flags.get_ints(_LAYER_IDS)
+    count = (
+        flags.get_int("num_aux_hidden_states") if flags.has_key("num_aux_hidden_states") else None
+    )
     default = tap_boundaries(target.layers)
-    if not ids:
+    if not layer_ids:
         require(
             count in (None, 3),
-            f"{source}: num_aux_hidden_states is {count} without {_IDS}; name the layers there",
+            f"{source}: num_aux_hidden_states is {count} without {_LAYER_IDS}; name the layers"
+            " there",
         )
-        say(
+        log(
             f"{source} names no layers: the head reads the policy after"
             f" {', '.join(map(str, default))} of its {target.layers} layers"
         )
         return ()
     require(
-        count in (None, len(ids)),
-        f"{source}: num_aux_hidden_states is {count}, and {_IDS} is {shown(ids)}",
+        count in (None, len(layer_ids)),
+        f"{source}: num_aux_hidden_states is {count}, and {_LAYER_IDS} is"
+        f" {format_value(layer_ids)}",
     )
     if convention == "auto":
-        specforge = (
-            not flags.has("speculators_model_type")
-            and "LlamaForCausalLMEagle3" in flags.texts("architectures")
-            and ids[0] == 1
+        is_specforge = (
+            not flags.has_key("speculators_model_type")
+            and "LlamaForCausalLMEagle3" in flags.get_strings("architectures")
+            and layer_ids[0] == 1
         )
-        convention = "output_of" if specforge else "boundary"
-    taps = tuple(number + (convention == "output_of") for number in ids)
-    inside = list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= target.layers
+        convention = "output_of" if is_specforge else "boundary"
+    taps = tuple(layer_id + (convention == "output_of") for layer_id in layer_ids)
+    is_valid = list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= target.layers
     require(
-        inside,
-        f"{source}: {_IDS} {shown(ids)} ({convention}) does not ascend inside 0 to model.layers"
-        f" {target.layers}",
+        is_valid,
+        f"{source}: {_LAYER_IDS} {format_value(layer_ids)} ({convention}) does not ascend inside 0"
+        f" to model.layers {target.layers}",
     )
     meaning = "as layers applied" if convention == "boundary" else "as layers whose output is read"
-    applied = (
+    description = (
         f"the head reads the policy after {', '.join(map(str, taps))} of its {target.layers} layers"
     )
-    say(f"{source}: {_IDS} {list(ids)} {meaning}: {applied} (--rollout.draft.tap_convention)")
+    log(
+        f"{source}: {_LAYER_IDS} {list(layer_ids)} {meaning}: {description}"
+        " (--rollout.draft.tap_convention)"
+    )
     return () if taps == default else taps
 
 
-def _decoder(inner: Keys, target: ModelSpec, say: Callable[[str], Any]) -> ModelSpec:
+def _parse_decoder(
+    layer_keys: JsonObject, target: ModelSpec, log: Callable[[str], Any]
+) -> ModelSpec:
     """The head's own layers."""
-    source, kind = inner.source, inner.text("model_type", "llama")
+    source, kind = layer_keys.source, layer_keys.get_string("model_type", "llama")
     require(
         kind in ("llama", "qwen3"),
-        f"{source}: the head's layers are of model_type {named(kind)}; llama and qwen3 can be"
+        f"{source}: the head's layers are of model_type {format_name(kind)}; llama and qwen3 can be"
         " loaded",
     )
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
-    missing = [name for name in names if not inner.has(name)]
+    missing = [name for name in names if not layer_keys.has_key(name)]
     require(not missing, f"{source} lacks {', '.join(missing)}")
-    width, ffn, heads = (inner.whole(name) for name in names)
-    if not inner.has("head_dim"):
-        say(
+    width, ffn, heads = (layer_keys.get_int(name) for name in names)
+    if not layer_keys.has_key("head_dim"):
+        log(
             f"{source} lacks head_dim: {width // heads}, the width over its heads, unless the"
             " tensors say otherwise"
         )
-    bias = inner.flag("attention_bias", False)
-    theta, factor, rope = rope_of(inner)  # the head's own, not the policy's
+    bias = layer_keys.get_bool("attention_bias", False)
+    theta, factor, rope = parse_rope(layer_keys)  # the head's own, not the policy's
     return ModelSpec(
         vocab=target.vocab,
-        layers=inner.whole("num_hidden_layers", 1),
+        layers=layer_keys.get_int("num_hidden_layers", 1),
         embed=width,
         heads=heads,
-        kv_heads=inner.whole("num_key_value_heads", heads),
-        head_size=head_size_of(inner, width, heads),
+        kv_heads=layer_keys.get_int("num_key_value_heads", heads),
+        head_size=parse_head_size(layer_keys, width, heads),
         ffn=ffn,
-        norm_eps=inner.number("rms_norm_eps", 1e-6),
+        norm_eps=layer_keys.get_float("rms_norm_eps", 1e-6),
         tied=False,
         dtype=target.dtype,
         remat=target.remat,
@@ -243,11 +275,11 @@ def _decoder(inner: Keys, target: ModelSpec, say: Callable[[str], Any]) -> Model
     )
 
 
-def draft_config_json(
+def head_config_json(
     config: ModelSpec,
     head: HeadSpec,
     target: ModelSpec,
-    form: Form,
+    head_format: HeadFormat,
     vocab: int,
     draft_length: int = 3,
 ) -> dict[str, Any]:
@@ -267,7 +299,7 @@ def draft_config_json(
         "a head with biases on only one side of its attention has no published form; both or"
         " neither",
     )
-    layer = {
+    layer_config = {
         "architectures": ["Qwen3ForCausalLM" if family.query_key_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if family.query_key_norm else "llama",
         "vocab_size": target.vocab,
@@ -293,44 +325,44 @@ def draft_config_json(
         "num_aux_hidden_states": tap_count(head),
         "logit_scale": head.logit_scale,
     }
-    layers = {_IDS: list(taps)} if taps else {}
-    if form == "raw":
-        sure = not taps or taps[0] != 1
+    layer_ids = {_LAYER_IDS: list(taps)} if taps else {}
+    if head_format == "raw":
+        is_unambiguous = not taps or taps[0] != 1
         remedy = "readers of the raw form would count on from 1; write the speculators form"
-        require(sure, f"the head reads the policy after {list(taps)} layers; {remedy}")
+        require(is_unambiguous, f"the head reads the policy after {list(taps)} layers; {remedy}")
         # SpecForge has a norm_output of another meaning, at the top level only.
-        nested = {
+        eagle_config = {
             "use_aux_hidden_state": head.use_taps,
             "norm_before_fc": head.norm_before_fuse,
             "norm_output": head.norm_output,
         }
         return {
-            **layer,
+            **layer_config,
             **flags,
-            **layers,
+            **layer_ids,
             "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {**nested, **layers},
+            "eagle_config": {**eagle_config, **layer_ids},
         }
-    method = {
+    proposal_method = {
         "proposal_type": "greedy",
         "speculative_tokens": draft_length,
         "accept_tolerance": 0.0,
         "verifier_accept_k": 1,
     }
-    verifier = {"name_or_path": target.path or None, "architectures": [architecture_of(target)]}
+    verifier = {"name_or_path": target.path or None, "architectures": [architecture_name(target)]}
     return {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3DraftModel"],
         **flags,
-        **layers,
+        **layer_ids,
         "eagle_config": {"use_aux_hidden_state": head.use_taps},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layer_config,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [method],
+            "proposal_methods": [proposal_method],
             "verifier": verifier,
         },
     }

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.inputs.checked import require
-from jaxspec.inputs.json_keys import Keys, named, shown
+from jaxspec.inputs.json_keys import JsonObject, format_name, format_value
 
 
-def _words(text: str) -> frozenset[str]:
+def _word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_READ = _words("""
+_READ_KEYS = _word_set("""
     architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps tie_word_embeddings
     attention_bias mlp_bias max_position_embeddings rope_theta rope_scaling rope_parameters
@@ -23,7 +23,7 @@ _READ = _words("""
     num_experts_per_tok moe_intermediate_size norm_topk_prob rope_interleaved
     shared_expert_intermediate_size qkv_bias use_qk_norm
     """)
-_WITHOUT_EFFECT = _words("""
+_INERT_KEYS = _word_set("""
     _name_or_path name_or_path _commit_hash transformers_version auto_map torch_dtype dtype
     use_bfloat16 torchscript use_cache pretraining_tp initializer_range gradient_checkpointing
     attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation
@@ -43,38 +43,38 @@ _WITHOUT_EFFECT = _words("""
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     """)
 """Names, types of storage, dropout, outputs, losses and the settings of generation."""
-_QUANTIZED = frozenset({"quantization_config", "quantization", "compression_config"})
+_QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "compression_config"})
 """Keys by which transformers, MLX and compressed-tensors say that weights are quantized."""
-DECODER = _READ | _WITHOUT_EFFECT | _QUANTIZED
-_STRETCHED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
-ROPE: Mapping[str, frozenset[str]] = {
-    "default": frozenset(_STRETCHED),
+DECODER_KEYS = _READ_KEYS | _INERT_KEYS | _QUANTIZATION_KEYS
+_SCALING_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(_SCALING_KEYS),
     # its readers need no context, and take the one that is there for what it is
-    "linear": frozenset(_STRETCHED | {"original_max_position_embeddings"}),
+    "linear": frozenset(_SCALING_KEYS | {"original_max_position_embeddings"}),
     "llama3": frozenset(
-        _STRETCHED | {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
+        _SCALING_KEYS | {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
     ),
     "yarn": frozenset(
-        _STRETCHED
+        _SCALING_KEYS
         | {"original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
         | {"attention_factor", "attn_factor", "mscale", "mscale_all_dim"}
         | {"extrapolation_factor", "apply_yarn_scaling", "finetuned"}
     ),
 }
 """Keys of a rope scaling by its kind. `finetuned` only says that a model was trained with it."""
-HEAD_FLAGS = _words("""
+HEAD_FLAG_KEYS = _word_set("""
     eagle_aux_hidden_state_layer_ids num_aux_hidden_states use_aux_hidden_state norm_before_fc
     fc_norm use_aux_norm norm_output norm_before_residual logit_scale draft_vocab_size
     target_hidden_size use_input_layernorm_in_first_layer use_last_layernorm use_mtp_layernorm
     next_layer_regular parallel_draft_step parallel_draft_heads_num_layers has_lm_head head_dim
     """)
 """Flags of an EAGLE-3 head, at the top level or in eagle_config."""
-HEAD = HEAD_FLAGS | _words("""
+HEAD_KEYS = HEAD_FLAG_KEYS | _word_set("""
     eagle_config speculators_model_type speculators_version speculators_config
     transformer_layer_config has_no_defaults_at_init embed_requires_grad target_model_type
     """)
 
-_VALUES: dict[str, tuple[Any, ...]] = {
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
@@ -98,22 +98,26 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 """Keys of which only some values are built here; None always passes."""
 
 
-def check_keys(keys: Keys, known: Collection[str], ignore: bool = False) -> None:
-    """Raises ConfigError for keys that are not known, unless `ignore`, and for values that are not
-    built here."""
+def check_keys(keys: JsonObject, known_keys: Collection[str], ignore_unknown: bool = False) -> None:
+    """Raises ConfigError for keys that are not known, unless `ignore_unknown`, and for values that
+    are not built here."""
     for key, value in keys.content.items():
         if value is None:
             continue
-        said = f"{keys.source}: {named(key)} is {shown(value)}"
-        require(key not in _QUANTIZED, f"{said}; give weights that are not quantized")
+        statement = f"{keys.source}: {format_name(key)} is {format_value(value)}"
+        require(key not in _QUANTIZATION_KEYS, f"{statement}; give weights that are not quantized")
         require(
-            ignore or key in known,
-            f"{said}, and no such key is known, so that it might change what the model computes;"
-            " if it does not, take it out of the file, or use --model.ignore for a policy",
+            ignore_unknown or key in known_keys,
+            f"{statement}, and no such key is known, so that it might change what the model"
+            " computes; if it does not, take it out of the file, or use --model.ignore for a"
+            " policy",
         )
-        if key in _VALUES:
+        if key in _ALLOWED_VALUES:
             # True equals 1
-            fits = any(value == one and type(value) is not bool for one in _VALUES[key])
-            fits |= any(value is one for one in _VALUES[key])
-            allowed = ", ".join(map(str, _VALUES[key]))
-            require(fits, f"{said}; only {allowed} is supported")
+            is_allowed = any(
+                value == allowed_value and type(value) is not bool
+                for allowed_value in _ALLOWED_VALUES[key]
+            )
+            is_allowed |= any(value is allowed_value for allowed_value in _ALLOWED_VALUES[key])
+            allowed_text = ", ".join(map(str, _ALLOWED_VALUES[key]))
+            require(is_allowed, f"{statement}; only {allowed_text} is supported")

@@ -14,60 +14,64 @@ from jaxspec.inputs.checked import require
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import PyTree
 
-REDUNDANT = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+REDUNDANT_NAME = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
 
-_COUNTS = {"layer": "num_hidden_layers", "expert": "num_experts"}
+_COUNT_KEYS = {"layer": "num_hidden_layers", "expert": "num_experts"}
 """The keys of config.json that say how often a row's tensor is there."""
-MIMO_MTP = "model.mtp_layers."
+MIMO_MTP_PREFIX = "model.mtp_layers."
 """Beginning of the names of MiMo's own multi-token-prediction layers."""
 
 
-class Row(NamedTuple):
+class WeightMapping(NamedTuple):
     """One of our weights and what holds it in a checkpoint.
 
     `layout` gives the axes of their tensor, merged ones in parentheses, and those of our weight:
-    `(N H) D -> D N H`. Our weight has a leading axis for each placeholder in `theirs` ({layer},
-    {expert}), and a leading axis of 1 where `single` says so.
+    `(N H) D -> D N H`. Our weight has a leading axis for each placeholder in `tensor_name`
+    ({layer}, {expert}), and a leading axis of 1 where `unit_axis` says so.
     """
 
-    ours: str
+    weight_path: str
     """Dotted attribute path."""
-    theirs: str
+    tensor_name: str
     layout: str
-    single: bool = False
-    first: int = 0
+    unit_axis: bool = False
+    first_layer: int = 0
     """The number that our layer 0 has in the checkpoint."""
 
     @property
-    def leading(self) -> int:
+    def leading_ndim(self) -> int:
         """Leading axes of our weight that are not in the layout."""
-        return self.theirs.count("{") + self.single
+        return self.tensor_name.count("{") + self.unit_axis
 
 
-class Place(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a checkpoint: the row it belongs to, its name, its shape, and where it stands
     among our weight's leading axes."""
 
-    row: Row
+    mapping: WeightMapping
     name: str
     shape: tuple[int, ...]
-    lead: tuple[int, ...]
+    leading_index: tuple[int, ...]
 
 
-def policy_rows(config: ModelSpec) -> list[Row]:
+def policy_mappings(config: ModelSpec) -> list[WeightMapping]:
     """The table of a policy's weights."""
-    head = [] if config.tied else [Row("head", "lm_head.weight", "V D -> D V")]
-    embedding = Row("embedding", "model.embed_tokens.weight", "V D -> V D")
-    norm = Row("norm", "model.norm.weight", "D -> D")
-    return [embedding, *layer_rows("layers.", "model.layers.{layer}.", config), norm, *head]
+    head = [] if config.tied else [WeightMapping("head", "lm_head.weight", "V D -> D V")]
+    embedding = WeightMapping("embedding", "model.embed_tokens.weight", "V D -> V D")
+    norm = WeightMapping("norm", "model.norm.weight", "D -> D")
+    return [embedding, *layer_mappings("layers.", "model.layers.{layer}.", config), norm, *head]
 
 
-def layer_rows(
-    ours: str, theirs: str, config: ModelSpec, single: bool = False, first: int = 0
-) -> list[Row]:
-    """The table of a stack of decoder layers (`decoder.Layers`), whose names begin with `ours` and
-    `theirs`."""
+def layer_mappings(
+    path_prefix: str,
+    name_prefix: str,
+    config: ModelSpec,
+    unit_axis: bool = False,
+    first_layer: int = 0,
+) -> list[WeightMapping]:
+    """The table of a stack of decoder layers (`decoder.Layers`), whose names begin with
+    `path_prefix` and `name_prefix`."""
     family = config.family
     table = [
         ("attention_norm", "input_layernorm.weight", "D -> D", True),
@@ -91,23 +95,23 @@ def layer_rows(
         ("expert_down", "mlp.experts.{expert}.down_proj.weight", "D F -> F D", family.experts),
     ]
     return [
-        Row(ours + name, theirs + tensor, layout, single, first)
-        for name, tensor, layout, there in table
-        if there
+        WeightMapping(path_prefix + name, name_prefix + tensor_name, layout, unit_axis, first_layer)
+        for name, tensor_name, layout, present in table
+        if present
     ]
 
 
-def mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
+def select_mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
     """Those of a checkpoint's tensor names that belong to MTP layers: MiMo's, or DeepSeek's, which
     are numbered on from the policy's."""
-    beginnings, layer = [MIMO_MTP], target_layers
+    prefixes, layer = [MIMO_MTP_PREFIX], target_layers
     while f"model.layers.{layer}.eh_proj.weight" in names:
-        beginnings.append(f"model.layers.{layer}.")
+        prefixes.append(f"model.layers.{layer}.")
         layer += 1
-    return [name for name in names if name.startswith(tuple(beginnings))]
+    return [name for name in names if name.startswith(tuple(prefixes))]
 
 
-def named_leaves(tree: PyTree) -> dict[str, Any]:
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     """Leaves by dotted attribute path, as rows name them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     paths = [
@@ -121,84 +125,108 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     }
 
 
-def check_count(row: Row, shape: tuple[int, ...], tensors: int, source: str) -> None:
+def check_tensor_count(
+    mapping: WeightMapping, shape: tuple[int, ...], tensor_count: int, source: str
+) -> None:
     """Raises ConfigError, before any place is made, for a weight that lies in more places than a
     checkpoint has tensors."""
     sizes = dict(
-        zip(re.findall(r"{(\w+)}", row.theirs), shape[row.single : row.leading], strict=True)
+        zip(
+            re.findall(r"{(\w+)}", mapping.tensor_name),
+            shape[mapping.unit_axis : mapping.leading_ndim],
+            strict=True,
+        )
     )
-    numbers = {holder: size + row.first * (holder == "layer") for holder, size in sizes.items()}
-    keys = " and ".join(f"{_COUNTS[holder]} {number}" for holder, number in numbers.items())
-    asked = (
-        f"{source}: {keys} in config.json ask for {math.prod(sizes.values())} tensors {row.theirs}"
+    counts = {
+        placeholder: size + mapping.first_layer * (placeholder == "layer")
+        for placeholder, size in sizes.items()
+    }
+    keys = " and ".join(
+        f"{_COUNT_KEYS[placeholder]} {count}" for placeholder, count in counts.items()
+    )
+    request = (
+        f"{source}: {keys} in config.json ask for {math.prod(sizes.values())} tensors"
+        f" {mapping.tensor_name}"
     )
     require(
-        math.prod(sizes.values()) <= tensors,
-        f"{asked}, and there are {tensors} tensors in all; correct config.json",
+        math.prod(sizes.values()) <= tensor_count,
+        f"{request}, and there are {tensor_count} tensors in all; correct config.json",
     )
 
 
-def places(row: Row, shape: tuple[int, ...]) -> list[Place]:
+def tensor_entries(mapping: WeightMapping, shape: tuple[int, ...]) -> list[TensorEntry]:
     """Every tensor of a checkpoint that holds a part of our weight of `shape`."""
-    theirs, _ = _axes(row.layout)
-    sizes = _sizes(row, shape[row.leading :])
-    holders = re.findall(r"{(\w+)}", row.theirs)
-    stored = tuple(math.prod(sizes[axis] for axis in group) for group in theirs)
-    found = []
-    for lead in product(*(range(size) for size in shape[: row.leading])):
-        numbers = dict(zip(holders, lead[row.single :], strict=True))
-        name = row.theirs.format(**{**numbers, "layer": numbers.get("layer", 0) + row.first})
-        found.append(Place(row, name, stored, lead))
-    return found
+    tensor_axes, _ = _parse_layout(mapping.layout)
+    sizes = _axis_sizes(mapping, shape[mapping.leading_ndim :])
+    placeholders = re.findall(r"{(\w+)}", mapping.tensor_name)
+    tensor_shape = tuple(math.prod(sizes[axis] for axis in group) for group in tensor_axes)
+    entries = []
+    for index in product(*(range(size) for size in shape[: mapping.leading_ndim])):
+        numbers = dict(zip(placeholders, index[mapping.unit_axis :], strict=True))
+        name = mapping.tensor_name.format(
+            **{**numbers, "layer": numbers.get("layer", 0) + mapping.first_layer}
+        )
+        entries.append(TensorEntry(mapping, name, tensor_shape, index))
+    return entries
 
 
-def to_ours(row: Row, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def to_weight(mapping: WeightMapping, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Their tensor in our layout, as a view: `shape` is that of our weight without its leading
     axes."""
-    theirs, ours = _axes(row.layout)
-    sizes, flat = _sizes(row, shape), [axis for group in theirs for axis in group]
-    return tensor.reshape([sizes[axis] for axis in flat]).transpose(
-        [flat.index(axis) for axis in ours]
+    tensor_axes, weight_axes = _parse_layout(mapping.layout)
+    sizes, axes = (_axis_sizes(mapping, shape), [axis for group in tensor_axes for axis in group])
+    return tensor.reshape([sizes[axis] for axis in axes]).transpose(
+        [axes.index(axis) for axis in weight_axes]
     )
 
 
-def to_theirs(row: Row, weight: np.ndarray) -> np.ndarray:
+def to_tensor(mapping: WeightMapping, weight: np.ndarray) -> np.ndarray:
     """Our weight, without its leading axes, in their layout."""
-    theirs, ours = _axes(row.layout)
-    sizes, flat = _sizes(row, weight.shape), [axis for group in theirs for axis in group]
-    merged = [math.prod(sizes[axis] for axis in group) for group in theirs]
-    return weight.transpose([ours.index(axis) for axis in flat]).reshape(merged)
+    tensor_axes, weight_axes = _parse_layout(mapping.layout)
+    sizes, axes = (
+        _axis_sizes(mapping, weight.shape),
+        [axis for group in tensor_axes for axis in group],
+    )
+    merged_shape = [math.prod(sizes[axis] for axis in group) for group in tensor_axes]
+    return weight.transpose([weight_axes.index(axis) for axis in axes]).reshape(merged_shape)
 
 
-def their_slices(
-    row: Row, index: Sequence[slice], shape: tuple[int, ...]
+def tensor_slices(
+    mapping: WeightMapping, index: Sequence[slice], shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[slice, ...]]:
     """What to read of their tensor for a slice of our weight: their slices, our shape of what is
     read, and the slice of that.
 
     Along merged axes only the first one's slice narrows what is read.
     """
-    theirs, ours = _axes(row.layout)
-    sizes = _sizes(row, shape)
-    wanted = {
-        axis: slice(*part.indices(sizes[axis])) for axis, part in zip(ours, index, strict=True)
+    tensor_axes, weight_axes = _parse_layout(mapping.layout)
+    sizes = _axis_sizes(mapping, shape)
+    requested = {
+        axis: slice(*axis_slice.indices(sizes[axis]))
+        for axis, axis_slice in zip(weight_axes, index, strict=True)
     }
-    outer, narrowed = [], dict.fromkeys(ours, slice(None))
-    for first, *rest in theirs:
-        inner = math.prod(sizes[axis] for axis in rest)
-        outer.append(slice(wanted[first].start * inner, wanted[first].stop * inner))
-        sizes[first] = wanted[first].stop - wanted[first].start
-        narrowed |= {axis: wanted[axis] for axis in rest}
-    return tuple(outer), tuple(sizes[axis] for axis in ours), tuple(narrowed[axis] for axis in ours)
+    outer_slices, inner_slices = [], dict.fromkeys(weight_axes, slice(None))
+    for outer_axis, *inner_axes in tensor_axes:
+        inner_size = math.prod(sizes[axis] for axis in inner_axes)
+        outer_slices.append(
+            slice(requested[outer_axis].start * inner_size, requested[outer_axis].stop * inner_size)
+        )
+        sizes[outer_axis] = requested[outer_axis].stop - requested[outer_axis].start
+        inner_slices |= {axis: requested[axis] for axis in inner_axes}
+    return (
+        tuple(outer_slices),
+        tuple(sizes[axis] for axis in weight_axes),
+        tuple(inner_slices[axis] for axis in weight_axes),
+    )
 
 
-def _sizes(row: Row, shape: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(_axes(row.layout)[1], shape, strict=True))
+def _axis_sizes(mapping: WeightMapping, shape: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(_parse_layout(mapping.layout)[1], shape, strict=True))
 
 
-def _axes(layout: str) -> tuple[list[list[str]], list[str]]:
+def _parse_layout(layout: str) -> tuple[list[list[str]], list[str]]:
     """Axes of their tensor, in groups that are merged, and of ours."""
-    theirs, ours = layout.split("->")
+    tensor_side, weight_side = layout.split("->")
     return [
-        (merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\w+)", theirs)
-    ], ours.split()
+        (group or single).split() for group, single in re.findall(r"\(([^)]*)\)|(\w+)", tensor_side)
+    ], weight_side.split()

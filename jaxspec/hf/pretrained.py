@@ -14,42 +14,42 @@ import jax
 import numpy as np
 
 from jaxspec.hf.names import (
-    REDUNDANT,
-    Place,
-    Row,
-    check_count,
-    mtp_names,
-    named_leaves,
-    places,
-    policy_rows,
-    their_slices,
-    to_ours,
-    to_theirs,
+    REDUNDANT_NAME,
+    TensorEntry,
+    WeightMapping,
+    check_tensor_count,
+    leaves_by_path,
+    policy_mappings,
+    select_mtp_names,
+    tensor_entries,
+    tensor_slices,
+    to_tensor,
+    to_weight,
 )
-from jaxspec.hf.peft import changes_of
-from jaxspec.hf.policy_config import model_config
+from jaxspec.hf.peft import adapter_changes
+from jaxspec.hf.policy_config import parse_policy_config
 from jaxspec.hf.tensor_files import (
-    FLOATS,
-    Stored,
-    check_header,
+    FLOAT_DTYPES,
+    StoredTensor,
+    check_tensor_header,
     open_tensors,
     refuse_quantized,
 )
-from jaxspec.inputs.checked import ConfigError, read_from, require
-from jaxspec.inputs.json_keys import listed, read_json
+from jaxspec.inputs.checked import ConfigError, prefix_errors, require
+from jaxspec.inputs.json_keys import join_names, read_json
 from jaxspec.inputs.spec import ModelConfig, ModelSpec
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import changed
+from jaxspec.models.lora import add_changes
 from jaxspec.state import PyTree
-from jaxspec.system.files import expanded
+from jaxspec.system.files import expand_user_path
 
-CONFIG = "config.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CONFIG_FILE = "config.json"
+EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 """Tensors that have a row for each token."""
-ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """PEFT's names."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
-_SAMPLE, _SAMPLES = 2**12, 2**10
+_SAMPLE_BYTES, _SAMPLE_COUNT = 2**12, 2**10
 """Bytes of a sample, and samples of a file, in a fingerprint."""
 
 
@@ -60,7 +60,7 @@ def find_folder(path: str, setting: str) -> Path:
     Raises:
       ConfigError: there is no such folder, or it cannot be downloaded; `setting` is named.
     """
-    folder = expanded(path, setting)
+    folder = expand_user_path(path, setting)
     if folder.is_dir():
         return folder
     is_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
@@ -70,7 +70,7 @@ def find_folder(path: str, setting: str) -> Path:
     )
     require(is_id, f"{missing}; give the folder of a checkpoint in safetensors")
     try:
-        return _downloaded(path)
+        return _download_snapshot(path)
     # all that the hub's library raises for want of a network, a repository or a right
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
@@ -80,22 +80,22 @@ def find_folder(path: str, setting: str) -> Path:
         ) from error
 
 
-def absolute(path: str) -> str:
+def absolute_path(path: str) -> str:
     """The path from anywhere of a folder that `find_folder` has found; an id on the hub as it
     is."""
-    folder = expanded(path, "checkpoint")
+    folder = expand_user_path(path, "checkpoint")
     return str(folder) if folder.is_dir() else path
 
 
 @functools.cache
-def _downloaded(name: str) -> Path:
+def _download_snapshot(name: str) -> Path:
     """The hub is asked once, so that all of a run reads one revision."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
 
 
-def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
+def make_adapter_merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
     """Reads a PEFT folder, and returns what merges its adapters into a policy of these shapes,
     whose arrays it consumes.
 
@@ -103,21 +103,21 @@ def merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
       ConfigError: there is no such folder, or its adapters are not for this policy.
     """
     folder = find_folder(path, "lora.path")
-    stored = open_tensors(folder, ADAPTERS)
-    for tensor in stored.values():
-        check_header(tensor)
-    tensors = {name: tensor.read() for name, tensor in stored.items()}
-    with read_from(str(folder)):
-        changes = changes_of(shapes, tensors, read_json(folder / ADAPTER_CONFIG))
+    stored_tensors = open_tensors(folder, ADAPTER_FILE)
+    for tensor in stored_tensors.values():
+        check_tensor_header(tensor)
+    tensors = {name: tensor.read() for name, tensor in stored_tensors.items()}
+    with prefix_errors(str(folder)):
+        changes = adapter_changes(shapes, tensors, read_json(folder / ADAPTER_CONFIG_FILE))
 
     def merge(policy: Decoder) -> Decoder:
-        layout = jax.tree.map(lambda leaf: leaf.sharding, policy)
-        return jax.jit(changed, donate_argnums=0, out_shardings=layout)(policy, changes)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, policy)
+        return jax.jit(add_changes, donate_argnums=0, out_shardings=shardings)(policy, changes)
 
     return merge
 
 
-def fingerprint(path: str) -> str:
+def fingerprint_checkpoint(path: str) -> str:
     """A digest of a checkpoint's settings and of samples of its weights: other weights have another
     one, and nothing is read whole."""
     digest, folder = hashlib.sha256(), find_folder(path, "checkpoint")
@@ -129,50 +129,52 @@ def fingerprint(path: str) -> str:
     ):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            for place in range(0, size, max(_SAMPLE, size // _SAMPLES)):
-                opened.seek(place)
-                digest.update(opened.read(_SAMPLE))
+        with file.open("rb") as stream:
+            for offset in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLE_COUNT)):
+                stream.seek(offset)
+                digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def policy_config(base: ModelConfig) -> ModelSpec:
+def load_policy_config(base: ModelConfig) -> ModelSpec:
     """The policy that `base.path` describes, in the type and with the stretching of `base`.
 
     Raises:
-      ConfigError: as `find_folder` and `policy_config.model_config` do.
+      ConfigError: as `find_folder` and `policy_config.parse_policy_config` do.
     """
-    file = find_folder(base.path, "model.path") / CONFIG
-    with read_from(f"model.path {base.path}"):
+    file = find_folder(base.path, "model.path") / CONFIG_FILE
+    with prefix_errors(f"model.path {base.path}"):
         content = read_json(file)
-    return model_config(content, str(file), replace(base, path=absolute(base.path)))
+    return parse_policy_config(content, str(file), replace(base, path=absolute_path(base.path)))
 
 
-def policy_checkpoint(config: ModelSpec, abstract: PyTree, rows: int = 0) -> "Checkpoint":
+def open_policy_checkpoint(
+    config: ModelSpec, abstract: PyTree, vocab_rows: int = 0
+) -> "HfCheckpoint":
     """The checkpoint of `config.path`, checked against the shapes of `abstract`; MTP layers in it
     are left to drafts.
 
-    Its vocabulary has `rows` rows, which are padded or cut to those of `config`; 0: those.
+    Its vocabulary has `vocab_rows` rows, which are padded or cut to those of `config`; 0: those.
     """
     folder = find_folder(config.path, "model.path")
     tensors = open_tensors(folder)
-    for name in (EMBEDDING, HEAD):
-        if name in tensors and tensors[name].shape[:1] == (rows,):
-            tensors[name] = tensors[name].with_rows(config.vocab)
-    for name in mtp_names(list(tensors), config.layers):
+    for name in (EMBEDDING_NAME, HEAD_NAME):
+        if name in tensors and tensors[name].shape[:1] == (vocab_rows,):
+            tensors[name] = tensors[name].resize_rows(config.vocab)
+    for name in select_mtp_names(list(tensors), config.layers):
         del tensors[name]
-    return Checkpoint(folder, tensors, policy_rows(config), abstract, config.ignore)
+    return HfCheckpoint(folder, tensors, policy_mappings(config), abstract, config.ignore)
 
 
-class Checkpoint:
+class HfCheckpoint:
     """The tensors of a folder that fill a network by a table of rows; all of them have been
     checked."""
 
     def __init__(
         self,
         folder: Path,
-        tensors: Mapping[str, Stored],
-        rows: Sequence[Row],
+        tensors: Mapping[str, StoredTensor],
+        mappings: Sequence[WeightMapping],
         abstract: PyTree,
         ignore: bool,
     ) -> None:
@@ -185,12 +187,20 @@ class Checkpoint:
         """
         refuse_quantized(folder, tensors)
         self._abstract, self._tensors = abstract, tensors
-        leaves = named_leaves(abstract)
-        for row in rows:
-            check_count(row, leaves[row.ours].shape, len(tensors), str(folder))
-        self._places = {row.ours: places(row, leaves[row.ours].shape) for row in rows}
-        _check(
-            folder, [place for found in self._places.values() for place in found], tensors, ignore
+        leaves = leaves_by_path(abstract)
+        for mapping in mappings:
+            check_tensor_count(
+                mapping, leaves[mapping.weight_path].shape, len(tensors), str(folder)
+            )
+        self._entries = {
+            mapping.weight_path: tensor_entries(mapping, leaves[mapping.weight_path].shape)
+            for mapping in mappings
+        }
+        _check_tensors(
+            folder,
+            [entry for entries in self._entries.values() for entry in entries],
+            tensors,
+            ignore,
         )
         self.bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
 
@@ -200,74 +210,98 @@ class Checkpoint:
 
         `progress` is told the bytes that are in place.
         """
-        done, made = 0, {}
-        for name, leaf in named_leaves(self._abstract).items():
-            made[name] = self._load_one(self._places[name], leaf)
-            done += math.prod(leaf.shape) * leaf.dtype.itemsize
-            progress(done)
-        return jax.tree.unflatten(jax.tree.structure(self._abstract), list(made.values()))
+        loaded_bytes, weights = 0, {}
+        for name, leaf in leaves_by_path(self._abstract).items():
+            weights[name] = self._load_weight(self._entries[name], leaf)
+            loaded_bytes += math.prod(leaf.shape) * leaf.dtype.itemsize
+            progress(loaded_bytes)
+        return jax.tree.unflatten(jax.tree.structure(self._abstract), list(weights.values()))
 
-    def _load_one(self, found: list[Place], leaf: Any) -> jax.Array:
-        row, by_lead = found[0].row, {place.lead: self._tensors[place.name] for place in found}
+    def _load_weight(self, entries: list[TensorEntry], leaf: Any) -> jax.Array:
+        mapping, tensors = (
+            entries[0].mapping,
+            {entry.leading_index: self._tensors[entry.name] for entry in entries},
+        )
         shards = []
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            shards.append(jax.device_put(_read(row, by_lead, leaf, index), device))
+            shards.append(jax.device_put(_load_slice(mapping, tensors, leaf, index), device))
         return jax.block_until_ready(
             jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
         )
 
 
-def _read(
-    row: Row, by_lead: Mapping[tuple[int, ...], Stored], leaf: Any, index: tuple[slice, ...]
+def _load_slice(
+    mapping: WeightMapping,
+    tensors: Mapping[tuple[int, ...], StoredTensor],
+    leaf: Any,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
     """A slice of our weight in our type, from the tensors that hold parts of it."""
-    ranges = [range(*part.indices(size)) for part, size in zip(index, leaf.shape, strict=True)]
-    outer, shape, inner = their_slices(row, index[row.leading :], leaf.shape[row.leading :])
-    made = np.empty([len(part) for part in ranges], leaf.dtype)
-    for lead in product(*ranges[: row.leading]):
-        at = tuple(number - part.start for number, part in zip(lead, ranges, strict=False))
-        made[at] = to_ours(row, by_lead[lead].read(outer), shape)[inner]
-    return made
+    ranges = [
+        range(*axis_slice.indices(size)) for axis_slice, size in zip(index, leaf.shape, strict=True)
+    ]
+    outer, shape, inner = tensor_slices(
+        mapping, index[mapping.leading_ndim :], leaf.shape[mapping.leading_ndim :]
+    )
+    weight = np.empty([len(axis_range) for axis_range in ranges], leaf.dtype)
+    for leading_index in product(*ranges[: mapping.leading_ndim]):
+        target = tuple(
+            number - axis_range.start
+            for number, axis_range in zip(leading_index, ranges, strict=False)
+        )
+        weight[target] = to_weight(mapping, tensors[leading_index].read(outer), shape)[inner]
+    return weight
 
 
-def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ignore: bool) -> None:
-    by_name = {place.name: place for place in wanted}
-    missing = listed([name for name in by_name if name not in tensors])
+def _check_tensors(
+    folder: Path, entries: list[TensorEntry], tensors: Mapping[str, StoredTensor], ignore: bool
+) -> None:
+    entries_by_name = {entry.name: entry for entry in entries}
+    missing = join_names([name for name in entries_by_name if name not in tensors])
     require(
         not missing,
         f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or"
         " correct config.json",
     )
-    narrow = listed(
-        [f"{name} ({tensors[name].dtype})" for name in by_name if tensors[name].dtype not in FLOATS]
+    non_floats = join_names(
+        [
+            f"{name} ({tensors[name].dtype})"
+            for name in entries_by_name
+            if tensors[name].dtype not in FLOAT_DTYPES
+        ]
     )
     require(
-        not narrow,
-        f"{folder} holds weights that are not floats of 16 bits or more: {narrow}; give weights"
+        not non_floats,
+        f"{folder} holds weights that are not floats of 16 bits or more: {non_floats}; give weights"
         " that are not quantized",
     )
-    wrong = [
-        f"{name} is {list(tensors[name].shape)}, config.json says {list(place.shape)}"
-        for name, place in by_name.items()
-        if tensors[name].shape != place.shape
+    mismatches = [
+        f"{name} is {list(tensors[name].shape)}, config.json says {list(entry.shape)}"
+        for name, entry in entries_by_name.items()
+        if tensors[name].shape != entry.shape
     ]
     require(
-        not wrong,
-        f"{folder} holds tensors of another shape: {listed(wrong, '; ')}; correct config.json",
+        not mismatches,
+        f"{folder} holds tensors of another shape: {join_names(mismatches, '; ')}; correct"
+        " config.json",
     )
-    known = by_name.keys() | {name for name in tensors if REDUNDANT.fullmatch(name)}
-    head, embedding = HEAD, EMBEDDING
+    known_names = entries_by_name.keys() | {
+        name for name in tensors if REDUNDANT_NAME.fullmatch(name)
+    }
+    head, embedding = HEAD_NAME, EMBEDDING_NAME
     # a tied head that was written all the same
-    if head in tensors and head not in known and embedding in known:
-        alike = tensors[head].shape == tensors[embedding].shape and tensors[head].dtype in FLOATS
-        same = alike and np.array_equal(tensors[head].read(), tensors[embedding].read())
+    if head in tensors and head not in known_names and embedding in known_names:
+        comparable = (
+            tensors[head].shape == tensors[embedding].shape and tensors[head].dtype in FLOAT_DTYPES
+        )
+        is_equal = comparable and np.array_equal(tensors[head].read(), tensors[embedding].read())
         require(
-            same,
+            is_equal,
             f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set the"
             " key to false in config.json",
         )
-        known |= {head}
-    unknown = listed([name for name in tensors if name not in known])
+        known_names |= {head}
+    unknown = join_names([name for name in tensors if name not in known_names])
     require(
         ignore or not unknown,
         f"{folder} holds tensors that have no place here: {unknown}; leave them out with"
@@ -275,20 +309,20 @@ def _check(folder: Path, wanted: list[Place], tensors: Mapping[str, Stored], ign
     )
 
 
-def tensors_of(
-    rows: Sequence[Row], network: PyTree, dtype: Any
+def stream_tensors(
+    mappings: Sequence[WeightMapping], network: PyTree, dtype: Any
 ) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
     """The tensors of a checkpoint, each with its bytes in `dtype` and what makes it, for
     `tensor_files.write_tensors`."""
-    leaves = named_leaves(network)
-    for row in rows:
-        for place in places(row, leaves[row.ours].shape):
+    leaves = leaves_by_path(network)
+    for mapping in mappings:
+        for entry in tensor_entries(mapping, leaves[mapping.weight_path].shape):
             yield (
-                place.name,
-                math.prod(place.shape) * np.dtype(dtype).itemsize,
-                _maker(place, leaves[row.ours], dtype),
+                entry.name,
+                math.prod(entry.shape) * np.dtype(dtype).itemsize,
+                _defer_conversion(entry, leaves[mapping.weight_path], dtype),
             )
 
 
-def _maker(place: Place, leaf: Any, dtype: Any) -> Callable[[], np.ndarray]:
-    return lambda: to_theirs(place.row, np.asarray(leaf[place.lead])).astype(dtype)
+def _defer_conversion(entry: TensorEntry, leaf: Any, dtype: Any) -> Callable[[], np.ndarray]:
+    return lambda: to_tensor(entry.mapping, np.asarray(leaf[entry.leading_index])).astype(dtype)

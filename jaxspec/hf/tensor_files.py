@@ -14,20 +14,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import listed, named, read_keys, shown
+from jaxspec.inputs.json_keys import format_name, format_value, join_names, load_json_object
 
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 """Larger weights are written as several files with an index."""
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-_INFINITY = {"F64": 0x47EFFFFFF << 28, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
+_INFINITY_BITS = {"F64": 0x47EFFFFFF << 28, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
 """The bits of infinity by type; those of NaN are above it, those of every finite number that is not
 negative below. Of 64 bits, those of the least number that is infinite in float32."""
 
 
-def _finite(array: np.ndarray, dtype: str) -> bool:
+def _is_finite(array: np.ndarray, dtype: str) -> bool:
     """Whether a tensor of that type has neither NaN nor infinity in float32; only floats of 16 bits
     or more are looked at.
 
@@ -35,24 +35,27 @@ def _finite(array: np.ndarray, dtype: str) -> bool:
     the others, tell. NumPy finds those of 16 bits ten times as fast as it asks each number, and
     they take no memory.
     """
-    infinity, bits = _INFINITY.get(dtype), 8 * array.dtype.itemsize
+    infinity, bits = _INFINITY_BITS.get(dtype), 8 * array.dtype.itemsize
     if infinity is None or not array.size:
         return True
-    positive, negative = array.view(f"i{bits // 8}").max(), array.view(f"u{bits // 8}").max()
-    return bool(positive < infinity and negative < infinity + (1 << bits - 1))
+    signed_max, unsigned_max = (
+        array.view(f"i{bits // 8}").max(),
+        array.view(f"u{bits // 8}").max(),
+    )
+    return bool(signed_max < infinity and unsigned_max < infinity + (1 << bits - 1))
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in an open file, of which only the header has been read."""
 
     file: Path
-    opened: Any
+    reader: Any
     name: str
     dtype: str
     """As safetensors spells it: BF16, F32, ..."""
     shape: tuple[int, ...]
 
-    def with_rows(self, rows: int) -> Stored:
+    def resize_rows(self, rows: int) -> StoredTensor:
         """The tensor with so many rows: zeros are added at the end, or rows left out there."""
         return self._replace(shape=(rows, *self.shape[1:]))
 
@@ -62,66 +65,68 @@ class Stored(NamedTuple):
         Raises:
           ConfigError: it has NaN, or what is infinite in float32; file and tensor are named.
         """
-        held = self.opened.get_slice(self.name)
-        if tuple(held.get_shape()) != self.shape:
-            return self._read_rows(held.get_shape()[0], index or (slice(None),))
-        part = held[index] if index else self.opened.get_tensor(self.name)
-        return self._require_finite(part)
+        stored_slice = self.reader.get_slice(self.name)
+        if tuple(stored_slice.get_shape()) != self.shape:
+            return self._read_rows(stored_slice.get_shape()[0], index or (slice(None),))
+        values = stored_slice[index] if index else self.reader.get_tensor(self.name)
+        return self._require_finite(values)
 
-    def _read_rows(self, held: int, index: tuple[slice, ...]) -> np.ndarray:
+    def _read_rows(self, stored_rows: int, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor whose file holds another number of rows."""
         start, stop, _ = index[0].indices(self.shape[0])
         # an empty slice has the type and the other axes
-        inside = slice(min(start, held - 1), max(min(stop, held), min(start, held - 1)))
-        part = self.opened.get_slice(self.name)[(inside, *index[1:])]
-        part = self._require_finite(part)[: max(0, min(stop, held) - start)]
-        made = np.zeros((stop - start, *part.shape[1:]), part.dtype)
-        made[: len(part)] = part
-        return made
+        stored_range = slice(
+            min(start, stored_rows - 1), max(min(stop, stored_rows), min(start, stored_rows - 1))
+        )
+        values = self.reader.get_slice(self.name)[(stored_range, *index[1:])]
+        values = self._require_finite(values)[: max(0, min(stop, stored_rows) - start)]
+        padded = np.zeros((stop - start, *values.shape[1:]), values.dtype)
+        padded[: len(values)] = values
+        return padded
 
-    def _require_finite(self, part: np.ndarray) -> np.ndarray:
-        damaged = (
-            f"{self.file}: the tensor {named(self.name)} has values that are not finite (NaN, or"
-            " infinity in float32)"
+    def _require_finite(self, values: np.ndarray) -> np.ndarray:
+        message = (
+            f"{self.file}: the tensor {format_name(self.name)} has values that are not finite"
+            " (NaN, or infinity in float32)"
         )
         require(
-            _finite(part, self.dtype),
-            f"{damaged}; download the file again, or give a checkpoint whose training did not"
+            _is_finite(values, self.dtype),
+            f"{message}; download the file again, or give a checkpoint whose training did not"
             " diverge",
         )
-        return part
+        return values
 
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights that can be read."""
-WHOLES = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
+INTEGER_DTYPES = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
 
 
-def check_header(
-    stored: Stored, kinds: tuple[str, ...] = FLOATS, axes: tuple[int, ...] = (1, 2)
+def check_tensor_header(
+    tensor: StoredTensor, dtypes: tuple[str, ...] = FLOAT_DTYPES, ranks: tuple[int, ...] = (1, 2)
 ) -> None:
     """Raises ConfigError for a tensor of another type or number of axes, or of no numbers at all;
     only its header is looked at."""
-    name = f"{stored.file}: the tensor {named(stored.name)}"
+    name = f"{tensor.file}: the tensor {format_name(tensor.name)}"
     remedy = (
         "give weights that are not quantized"
-        if kinds == FLOATS
+        if dtypes == FLOAT_DTYPES
         else "give the file as it was published"
     )
     require(
-        stored.dtype in kinds,
-        f"{name} is of type {stored.dtype}; it must be one of {', '.join(kinds)}, so {remedy}",
+        tensor.dtype in dtypes,
+        f"{name} is of type {tensor.dtype}; it must be one of {', '.join(dtypes)}, so {remedy}",
     )
-    counts = " or ".join(map(str, axes))
-    fits = len(stored.shape) in axes and all(stored.shape)
+    rank_text = " or ".join(map(str, ranks))
+    fits = len(tensor.shape) in ranks and all(tensor.shape)
     require(
         fits,
-        f"{name} has shape {list(stored.shape)}; it must have {counts} axes, none of them of size"
-        " 0; download the file again",
+        f"{name} has shape {list(tensor.shape)}; it must have {rank_text} axes, none of them of"
+        " size 0; download the file again",
     )
 
 
-_PACKED = re.compile(
+_PACKED_NAME = re.compile(
     r".*\.(qweight|qzeros|weight_packed|weight_scale\w*|SCB|weight\.(absmax|quant_map|quant_state.*))"
 )
 """Tensors that packed weights have: of GPTQ and AWQ, compressed-tensors, FP8, modelopt,
@@ -136,115 +141,120 @@ def refuse_quantized(folder: Path, names: Iterable[str]) -> None:
     remedy = "give weights that are not quantized"
     file = folder / "hf_quant_config.json"
     if file.is_file():
-        kind = read_keys(file).part("quantization").content.get("quant_algo")
-        require(kind is None, f"{file}: quant_algo is {shown(kind)}; {remedy}")
-    packed = listed([name for name in names if _PACKED.fullmatch(name)])
+        algorithm = load_json_object(file).get_object("quantization").content.get("quant_algo")
+        require(algorithm is None, f"{file}: quant_algo is {format_value(algorithm)}; {remedy}")
+    packed = join_names([name for name in names if _PACKED_NAME.fullmatch(name)])
     require(not packed, f"{folder} holds what goes with quantized weights: {packed}; {remedy}")
 
 
-def open_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Stored]:
+def open_tensors(folder: Path, name: str = WEIGHTS_FILE) -> dict[str, StoredTensor]:
     """Looks up every tensor of a folder: those of its index, or of the file `name`.
 
     Raises:
       ConfigError: names the file that is missing, truncated, damaged or a pickle, or the files of
         two sets of weights, and what to do.
     """
-    index = folder / f"{name}.index.json"
-    if index.is_file():
-        return _indexed(folder, index)
+    index_file = folder / f"{name}.index.json"
+    if index_file.is_file():
+        return _open_indexed(folder, index_file)
     file = folder / name
     if not file.is_file():
-        pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
-        unsafe = (
+        pickles = sorted(
+            pickle_file.name for pattern in _PICKLE_PATTERNS for pickle_file in folder.glob(pattern)
+        )
+        message = (
             f"{folder} holds pickle files ({', '.join(pickles[:3])}), which can run code when they"
             f" are read, and no {name}"
         )
         require(
             not pickles,
-            f"{unsafe}; convert them to safetensors first (transformers: save_pretrained)",
+            f"{message}; convert them to safetensors first (transformers: save_pretrained)",
         )
         raise ConfigError(
-            f"{folder} has neither {name} nor {index.name}; give the folder of a checkpoint in"
+            f"{folder} has neither {name} nor {index_file.name}; give the folder of a checkpoint in"
             " safetensors"
         )
     _refuse_second_set(folder, name, {name})
-    return _header(file)
+    return _read_header(file)
 
 
-def _refuse_second_set(folder: Path, name: str, read: set[str]) -> None:
+def _refuse_second_set(folder: Path, name: str, read_files: set[str]) -> None:
     """Raises ConfigError if a folder holds files of `name` beside those that would be read.
 
     Readers differ in which of two sets they take, and either may be the older one.
     """
     stem = re.escape(name.removesuffix(".safetensors"))
     shard = re.compile(rf"{stem}-\d+-of-\d+\.safetensors")
-    others = sorted(
+    other_files = sorted(
         file.name
         for file in folder.glob("*.safetensors")
-        if (file.name == name or shard.fullmatch(file.name)) and file.name not in read
+        if (file.name == name or shard.fullmatch(file.name)) and file.name not in read_files
     )
-    index = f"{name}.index.json"
-    chosen = name if read == {name} else f"{index} names {listed(sorted(read))}"
+    index_name = f"{name}.index.json"
+    description = (
+        name if read_files == {name} else f"{index_name} names {join_names(sorted(read_files))}"
+    )
     remedy = "leave the set that is meant, and move the files of the other to another folder"
-    if others == [name]:
-        remedy = f"leave the set that is meant, and move {name} or {index} to another folder"
+    if other_files == [name]:
+        remedy = f"leave the set that is meant, and move {name} or {index_name} to another folder"
     require(
-        not others,
-        f"{folder} holds two sets of weights ({chosen}; and {listed(others)}), of which one may be"
-        f" of another training: {remedy}",
+        not other_files,
+        f"{folder} holds two sets of weights ({description}; and {join_names(other_files)}), of"
+        f" which one may be of another training: {remedy}",
     )
 
 
-_OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pth")
-_OTHER_WEIGHTS += ("*.gguf", "tf_model*.h5", "flax_model*.msgpack")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pth")
+_WEIGHT_PATTERNS += ("*.gguf", "tf_model*.h5", "flax_model*.msgpack")
 """Files of weights in a folder, in the forms of all libraries; the state of a trainer is none."""
 
 
-def unread_weights(folder: Path, name: str = WEIGHTS) -> list[str]:
+def list_unread_weights(folder: Path, name: str = WEIGHTS_FILE) -> list[str]:
     """Names the files of weights in a folder that `open_tensors` does not read."""
-    read = {stored.file.name for stored in open_tensors(folder, name).values()}
-    found = {file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)}
-    return sorted(found - read)
+    read_files = {tensor.file.name for tensor in open_tensors(folder, name).values()}
+    weight_files = {file.name for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern)}
+    return sorted(weight_files - read_files)
 
 
-def _indexed(folder: Path, index: Path) -> dict[str, Stored]:
-    places = read_keys(index).part("weight_map").content
+def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
+    shards_by_tensor = load_json_object(index_file).get_object("weight_map").content
     require(
-        bool(places), f"{index}: no key 'weight_map' that maps tensors to files; download it again"
+        bool(shards_by_tensor),
+        f"{index_file}: no key 'weight_map' that maps tensors to files; download it again",
     )
-    for tensor, shard in places.items():
-        known = (
-            f"weight_map has {shown(tensor)} in {shown(shard)}, which is not the plain name of a"
-            " file beside it"
+    for tensor, shard in shards_by_tensor.items():
+        entry_message = (
+            f"weight_map has {format_value(tensor)} in {format_value(shard)}, which is not the"
+            " plain name of a file beside it"
         )
-        require(_is_plain(shard), f"{index}: {known}; download it again")
-    shards = sorted(set(places.values()))
-    _refuse_second_set(folder, index.name.removesuffix(".index.json"), {*shards})
+        require(_is_plain_name(shard), f"{index_file}: {entry_message}; download it again")
+    shards = sorted(set(shards_by_tensor.values()))
+    _refuse_second_set(folder, index_file.name.removesuffix(".index.json"), {*shards})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
-    some = (
-        f"{folder} lacks {len(missing)} of the {len(shards)} files that {index.name} names:"
+    message = (
+        f"{folder} lacks {len(missing)} of the {len(shards)} files that {index_file.name} names:"
         f" {', '.join(missing[:5])}"
     )
-    require(not missing, f"{some}; download them again")
-    headers = {shard: _header(folder / shard) for shard in shards}
-    for tensor, shard in places.items():
+    require(not missing, f"{message}; download them again")
+    headers = {shard: _read_header(folder / shard) for shard in shards}
+    for tensor, shard in shards_by_tensor.items():
         require(
             tensor in headers[shard],
-            f"{folder / shard} lacks the tensor {named(tensor)}, which {index.name} places there;"
-            " download it again",
+            f"{folder / shard} lacks the tensor {format_name(tensor)}, which {index_file.name}"
+            " places there; download it again",
         )
     for shard, header in headers.items():
         for tensor in header:
-            place = places.get(tensor, shard)
+            listed_shard = shards_by_tensor.get(tensor, shard)
             require(
-                place == shard,
-                f"{folder / shard} and {place} both hold the tensor {named(tensor)}, which"
-                f" {index.name} places in the second; download both again",
+                listed_shard == shard,
+                f"{folder / shard} and {listed_shard} both hold the tensor {format_name(tensor)},"
+                f" which {index_file.name} places in the second; download both again",
             )
-    return {tensor: headers[shard][tensor] for tensor, shard in places.items()}
+    return {tensor: headers[shard][tensor] for tensor, shard in shards_by_tensor.items()}
 
 
-def _is_plain(name: Any) -> bool:
+def _is_plain_name(name: Any) -> bool:
     """Whether a name that a file states can only be that of a file in the same folder."""
     return (
         isinstance(name, str)
@@ -255,24 +265,28 @@ def _is_plain(name: Any) -> bool:
     )
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file."""
     try:
-        opened = safe_open(str(file), "np")
-        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no dict
+        reader = safe_open(str(file), "np")
+        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  # no dict
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"{file}: truncated or damaged, or no safetensors file ({named(str(error))}); download"
-            " it again"
+            f"{file}: truncated or damaged, or no safetensors file ({format_name(str(error))});"
+            " download it again"
         ) from error
     return {
-        name: Stored(file, opened, name, part.get_dtype(), tuple(part.get_shape()))
-        for name, part in parts.items()
+        name: StoredTensor(
+            file, reader, name, tensor_slice.get_dtype(), tuple(tensor_slice.get_shape())
+        )
+        for name, tensor_slice in slices.items()
     }
 
 
 def write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]], name: str = WEIGHTS
+    folder: Path,
+    tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]],
+    name: str = WEIGHTS_FILE,
 ) -> Iterator[str]:
     """Writes tensors (name, bytes, what makes it), in files of at most `SHARD_BYTES` or one tensor
     each; yields the names as they are made.
@@ -281,23 +295,23 @@ def write_tensors(
     get numbers and an index.
     """
     shards: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
-    filled = total = 0
-    for tensor, size, make in tensors:
-        if shards[-1] and filled + size > SHARD_BYTES:
-            shards, filled = [*shards, []], 0
-        shards[-1].append((tensor, make))
-        filled, total = filled + size, total + size
+    shard_bytes = total = 0
+    for tensor, size, make_array in tensors:
+        if shards[-1] and shard_bytes + size > SHARD_BYTES:
+            shards, shard_bytes = [*shards, []], 0
+        shards[-1].append((tensor, make_array))
+        shard_bytes, total = shard_bytes + size, total + size
     stem, suffix = name.removesuffix(".safetensors"), ".safetensors"
-    places: dict[str, str] = {}
+    files_by_tensor: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = name if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
-        made: dict[str, np.ndarray] = {}
-        for tensor, make in shard:
-            made[tensor], places[tensor] = np.ascontiguousarray(make()), file
+        arrays: dict[str, np.ndarray] = {}
+        for tensor, make_array in shard:
+            arrays[tensor], files_by_tensor[tensor] = np.ascontiguousarray(make_array()), file
             yield tensor
-        save_file(made, folder / file, {"format": "pt"})
+        save_file(arrays, folder / file, {"format": "pt"})
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": files_by_tensor}
         (folder / f"{name}.index.json").write_text(
             json.dumps(index, indent=2) + "\n", encoding="utf-8"
         )

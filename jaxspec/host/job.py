@@ -19,27 +19,27 @@ from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.build import build_step
-from jaxspec.compiled.compiler import ON_GPUS, set_flags
-from jaxspec.compiled.hardware import plugin
-from jaxspec.config.as_json import flat, to_json
-from jaxspec.config.check import check
+from jaxspec.compiled.compiler import GPU_OPTIONS, set_xla_flags
+from jaxspec.compiled.hardware import has_cuda_plugin
+from jaxspec.config.as_json import flatten_settings, to_json
+from jaxspec.config.check import check_config
 from jaxspec.config.cli import load_config
-from jaxspec.config.from_checkpoint import check_folders, resolved
+from jaxspec.config.from_checkpoint import check_folders, resolve_config
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.inputs.checked import ConfigError, called, first_line, require
+from jaxspec.inputs.checked import ConfigError, first_line, require, translate_settings
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes import peers
 from jaxspec.processes.joining import initialize_processes
-from jaxspec.processes.process_0 import told_by_process_0
+from jaxspec.processes.process_0 import broadcast_number
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step
-from jaxspec.storage.cache import cache_folder, sources
-from jaxspec.system.files import digest, expanded
+from jaxspec.storage.cache import cache_folder, read_sources
+from jaxspec.system.files import expand_user_path, hash_file
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.terminal import say
-from jaxspec.system.version import version
-from jaxspec.tokens.tokenizer import FILES, Tokenizer, character_tokenizer, load_tokenizer
+from jaxspec.system.terminal import print_line
+from jaxspec.system.version import package_version
+from jaxspec.tokens.tokenizer import TOKENIZER_FILES, Tokenizer, character_tokenizer, load_tokenizer
 
 _PACKAGE = Path(__file__).parent.parent
 _DAYS = {"config.json": "today", "evaluation.json": "config.today"}
@@ -78,7 +78,7 @@ class Job:
     def say(self, message: str) -> None:
         """Prints a line, once for all processes."""
         if jax.process_index() == 0:
-            say(message)
+            print_line(message)
 
 
 def run(
@@ -99,7 +99,7 @@ def run(
         config, _ = load_config(
             sys.argv[1:] if argv is None else argv, program, description, varied, used
         )
-        return started(lambda say: resolved(config, say), body)
+        return started(lambda say: resolve_config(config, say), body)
 
     return reported(work)
 
@@ -109,9 +109,9 @@ def started(
     body: Callable[[Job, Interrupt], int],
 ) -> int:
     """Opens the job of a config, which is given what to tell of itself, and runs `body`."""
-    with Interrupt(farewell=peers.leave) as interrupt:
+    with Interrupt(on_exit=peers.leave_job) as interrupt:
         told: list[str] = []
-        with interrupt.nothing_unsaved("starting"):
+        with interrupt.exit_on_signal("starting"):
             job = open_job(config(told.append))
         for line in told:
             job.say(line)
@@ -133,23 +133,23 @@ def reported(work: Callable[[], int]) -> int:
             _tell_unforeseen(error)
             raise
         if isinstance(error, jax.errors.JaxRuntimeError):
-            peers.wait_for_word()
+            peers.wait_for_peer_failure()
         with contextlib.suppress(OSError):  # it may go to a file on the disk that is full
             print(f"error: {message}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
     except Exception as error:
         _tell_unforeseen(error)
         raise
-    peers.leave(status, message)
+    peers.leave_job(status, message)
     return status
 
 
 def _tell_unforeseen(error: Exception) -> None:
     """Of several processes, says at once what went wrong in this one, and ends it."""
-    if peers.held():
+    if peers.has_peers():
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
-        peers.leave(1, f"{type(error).__name__}: {first_line(error)}")
+        peers.leave_job(1, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _in_words(error: Exception) -> str:
@@ -191,8 +191,8 @@ def _in_words(error: Exception) -> str:
 
 def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
     """The exit status of `reported` work with nothing to save: a signal ends it at once. `doing` is
-    as in `Interrupt.nothing_unsaved`."""
-    with Interrupt(farewell=peers.leave) as interrupt, interrupt.nothing_unsaved(doing):
+    as in `Interrupt.exit_on_signal`."""
+    with Interrupt(on_exit=peers.leave_job) as interrupt, interrupt.exit_on_signal(doing):
         return reported(lambda: work(interrupt))
 
 
@@ -206,7 +206,7 @@ def open_job(config: ResolvedConfig) -> Job:
     shards = config.mesh.data or (1 if split else max(1, meshes.cores() // members))
     start_jax(config, shards * members)
     initialize_processes(identity(config))
-    mesh = meshes.make_mesh(*check(config, meshes.count_devices(), jax.process_count()))
+    mesh = meshes.make_mesh(*check_config(config, meshes.count_devices(), jax.process_count()))
     job = make_job(config, mesh)
     # what is wrong is named before anything else is done
     check_folders(config, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
@@ -232,23 +232,25 @@ def identity(config: ResolvedConfig) -> dict[str, Any]:
         if not word.startswith("--xla_dump")  # each may write to its own folder
     )
     folder = config.data.tokenizer
-    files = {f"tokenizer's {name}": digest(Path(folder) / name) for name in FILES if folder}
+    files = {
+        f"tokenizer's {name}": hash_file(Path(folder) / name) for name in TOKENIZER_FILES if folder
+    }
     versions = {
         "jaxspec": code_version(),
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
     }
-    return versions | environment | files | flat(to_json(config))
+    return versions | environment | files | flatten_settings(to_json(config))
 
 
 def code_version() -> str:
     """The version of this package, and a digest of its code, which changes more often."""
-    return f"{version()} ({code_digest()})"
+    return f"{package_version()} ({code_digest()})"
 
 
 def code_digest() -> str:
     """A digest of this package's code."""
-    return hashlib.sha256(sources("**/*.py").encode()).hexdigest()[:8]
+    return hashlib.sha256(read_sources("**/*.py").encode()).hexdigest()[:8]
 
 
 def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
@@ -261,8 +263,8 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     # A GPU is this program's alone, and it says before it starts what it takes: JAX would leave a
     # quarter of the memory unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    if plugin():
-        set_flags(ON_GPUS)
+    if has_cuda_plugin():
+        set_xla_flags(GPU_OPTIONS)
     meshes.prepare_devices(devices, threads)
 
 
@@ -288,7 +290,7 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
         else character_tokenizer(config.data.task)
     )
     config, tokenizer = _pin_day(config, tokenizer)
-    tokenizer = tokenizer.ending_with(config.rollout.stop, config.rollout.stop_ids)
+    tokenizer = tokenizer.with_stops(config.rollout.stop, config.rollout.stop_ids)
     tokenizer.check_vocab(config.model.vocab, config.model.path)
     _check_bans(config, tokenizer)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
@@ -298,8 +300,8 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
             " --sft.steps 0"
         )
     if config.eval.stop != "same":
-        with called({"rollout.stop": "eval.stop"}):
-            tokenizer.ending_with(config.eval.stop, ()).stop_table(config.eval.stop)
+        with translate_settings({"rollout.stop": "eval.stop"}):
+            tokenizer.with_stops(config.eval.stop, ()).build_stop_table(config.eval.stop)
     return Job(
         config=config,
         tokenizer=tokenizer,
@@ -309,7 +311,7 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
             mesh,
             tokenizer.stop_ids,
             tokenizer.size,
-            tokenizer.stop_table(config.rollout.stop),
+            tokenizer.build_stop_table(config.rollout.stop),
         ),
     )
 
@@ -320,18 +322,18 @@ def _pin_day(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[ResolvedConf
     if not tokenizer.reads_clock:
         return dataclasses.replace(config, today=""), tokenizer
     day = config.today or _day_in(config.workdir)
-    return dataclasses.replace(config, today=day), tokenizer.on_day(day)
+    return dataclasses.replace(config, today=day), tokenizer.with_date(day)
 
 
 def _day_in(workdir: str) -> str:
     """The day of the run or of the evaluation in a folder, else today: as process 0 finds it."""
-    day, folder = datetime.date.today(), expanded(workdir, "--workdir")
+    day, folder = datetime.date.today(), expand_user_path(workdir, "--workdir")
     for name, key in _DAYS.items() if jax.process_index() == 0 else ():
         # a damaged file is refused where the folder is judged
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OSError):
-            saved = flat(parse_json((folder / name).read_bytes()))
+            saved = flatten_settings(parse_json((folder / name).read_bytes()))
             day = datetime.date.fromisoformat(saved[key])
-    return datetime.date.fromordinal(told_by_process_0(day.toordinal())).isoformat()
+    return datetime.date.fromordinal(broadcast_number(day.toordinal())).isoformat()
 
 
 def _check_bans(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
@@ -360,7 +362,7 @@ def on_this_process(job: Job) -> Job:
         with_whole_pool(job.config),
         mesh=dataclasses.replace(job.config.mesh, data=0, expert=1, tensor=1),
     )
-    data = check(config, jax.local_device_count()).data
+    data = check_config(config, jax.local_device_count()).data
     return make_job(job.config, meshes.make_mesh(data, devices=jax.local_devices()))
 
 

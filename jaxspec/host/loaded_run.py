@@ -15,24 +15,24 @@ from jaxtyping import Array, Float
 from jaxspec import mesh as meshes
 from jaxspec.build import build_step
 from jaxspec.config.as_json import from_json
-from jaxspec.config.check import check
+from jaxspec.config.check import check_config
 from jaxspec.config.settings import DraftConfig, LossConfig, MeshConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
 from jaxspec.drafts import draft_temperature
 from jaxspec.drafts.kinds import DraftKind, kind_of
 from jaxspec.host.job import Job, make_job, start_jax, with_whole_pool
-from jaxspec.host.runner import abstract, ahead, ahead_with, numbers, put
+from jaxspec.host.programs import abstract, ahead, ahead_with, numbers, put
 from jaxspec.host.workdir import BEST, CHECKPOINTS, CONFIG, saved_config, steps
-from jaxspec.inputs.checked import read_from, require
+from jaxspec.inputs.checked import prefix_errors, require
 from jaxspec.inputs.streams import Stream
-from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator, rounding_key
 from jaxspec.state import RUNNING, Prompts, Ready, TrainState
 from jaxspec.step import Metrics, Step
 from jaxspec.storage.checkpoint import Checkpoints
-from jaxspec.system.files import expanded
+from jaxspec.system.files import expand_user_path
 from jaxspec.tokens.tokenizer import Tokenizer
 
 EXPECTED = (
@@ -62,7 +62,7 @@ def find_run(path: str) -> Run:
     Raises:
       ConfigError: there is no run, or no checkpoint in it.
     """
-    named = expanded(path, "--checkpoint")
+    named = expand_user_path(path, "--checkpoint")
     chosen = (
         named.parent.name in (CHECKPOINTS, BEST) and named.name.isascii() and named.name.isdecimal()
     )
@@ -85,7 +85,7 @@ def find_run(path: str) -> Run:
         number in found,
         f"{folder / kept} has no checkpoint {number}; it has {', '.join(map(str, found))}",
     )
-    with read_from(str(file)):
+    with prefix_errors(str(file)):
         # nothing is learnt from it, and a loss of the user's own may not be here
         config = replace(from_json(saved), loss=LossConfig())
         return Run(folder, number, config, kept)
@@ -117,16 +117,16 @@ def check_weights(trained: DraftConfig, wanted: DraftConfig) -> None:
     """
     unlearned = [name for name in get_args(DraftKind) if kind_of(name).learned is None]
     unlearned.sort(key=lambda name: name != "none")
-    names = [*([trained.kind] if trained.learned else []), *unlearned]
+    names = [*([trained.kind] if trained.is_learned else []), *unlearned]
     possible = f"{', '.join(names[:-1])} and {names[-1]}"
     has = (
         f"the run's draft is {trained.kind}, so there are no weights for --rollout.draft.kind"
         f" {wanted.kind}; possible are {possible}"
     )
-    require(not wanted.learned or wanted.kind == trained.kind, has)
+    require(not wanted.is_learned or wanted.kind == trained.kind, has)
     for name in (
         ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention")
-        if wanted.learned
+        if wanted.is_learned
         else ()
     ):
         was, now = getattr(trained, name), getattr(wanted, name)
@@ -142,7 +142,7 @@ def open_here(config: ResolvedConfig) -> Job:
     start_jax(config, config.mesh.tensor)
     tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
     config = replace(with_whole_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
-    return make_job(config, meshes.make_mesh(*check(config, devices=tensor)))
+    return make_job(config, meshes.make_mesh(*check_config(config, devices=tensor)))
 
 
 def restore(run: Run, job: Job, samples: int) -> Ready:
@@ -167,11 +167,11 @@ def restored(run: Run, job: Job) -> tuple[TrainState, Generator]:
     own = replace(run.config, mesh=job.config.mesh)
     stop = job.step.generator.settings.stop
     trained = build_step(own, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size, stop)
-    state = read_state(run, trained, job.config.rollout.draft.learned)
+    state = read_state(run, trained, job.config.rollout.draft.is_learned)
     learner, policy = state.learner, state.learner.policy
-    if isinstance(policy.network, Adapted):
+    if isinstance(policy.network, AdaptedDecoder):
         # rounded by the run's own seed, which need not be that of the job
-        network = jax.jit(merged)(policy.network, rounding_key(own.seed, learner.version))
+        network = jax.jit(merge_lora)(policy.network, rounding_key(own.seed, learner.version))
         learner = learner.replace(policy=policy.replace(network=network))
     return state.replace(learner=learner), trained.generator
 
@@ -185,7 +185,7 @@ def read_state(run: Run, step: Step, with_draft: bool) -> TrainState:
     policy = learner.policy.replace(optimizer=None)
     bare = state.replace(learner=learner.replace(policy=policy, draft=draft, reference=None))
     with contextlib.closing(Checkpoints(run.checkpoints, read_only=True)) as checkpoints:
-        bare, _ = checkpoints.restore(run.number, (bare, None), part=True).arrays
+        bare, _ = checkpoints.restore(run.number, (bare, None), partial=True).arrays
     return bare
 
 
@@ -293,12 +293,12 @@ def read_prompt(text: str, config: ResolvedConfig, tokenizer: Tokenizer) -> Prob
     """
     data = config.training_sets[0].data
     asked = f"{text}\n{data.instruction}" if data.path and data.instruction else text
-    unknown = "" if config.data.tokenizer else tokenizer.unknown(asked)
+    unknown = "" if config.data.tokenizer else tokenizer.unknown_characters(asked)
     require(
         not unknown,
         f"the run's built-in tokenizer lacks {unknown[:20]!r}; its prompts look like 27+85=",
     )
-    prompt = tokenizer.render(asked)
+    prompt = tokenizer.render_prompt(asked)
     ids, limit = tuple(tokenizer.encode(prompt)), config.data.max_prompt_length
     require(
         len(ids) <= limit,

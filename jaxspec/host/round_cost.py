@@ -7,6 +7,7 @@ minutes. There public figures predict them, and the first rounds of the run are 
 import functools
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +17,31 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxspec.compiled.roofline import UNKNOWN, Devices, card_of_kind
-from jaxspec.host.runner import (
-    Advance,
-    Between,
-    OneSlice,
-    Runner,
-    StepResult,
-    ahead_with,
-    placed,
-    put,
-    staged_step,
-    times_real_rounds,
-)
+from jaxspec.compiled.roofline import DEFAULT_CARD, GeneratorDevices, find_card_by_kind
+from jaxspec.host.programs import ahead_with, placed, put, times_real_rounds
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import EXPERT, TENSOR, machine, replicated, row_shards
-from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState
+from jaxspec.rollout.feedback import length_chooser
+from jaxspec.rollout.feedback.length_chooser import TimedCosts
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.length_chooser import TimedCosts
 from jaxspec.state import (
     EOS,
     AcceptanceEstimate,
-    Finished,
     LengthChooser,
     Prompts,
     Ready,
     TrainState,
 )
 from jaxspec.step import Step
-from jaxspec.storage.cache import cache_folder, sources
+from jaxspec.storage.cache import cache_folder, read_sources
 from jaxspec.storage.tables import load_table, save_table
-from jaxspec.system.terminal import say
+from jaxspec.system.terminal import print_line
 
+Advance = Callable[[Ready, DecodeState, np.int32], DecodeState]
+"""Makes so many rounds. Donates the rollout that it is given."""
+OneSlice = Callable[[DecodeState], DecodeState]
+"""Makes the rounds of one slice."""
 ROUNDS = 16
 """Rounds that are timed together, at most."""
 REPEATS, MOST_REPEATS, SECONDS = 7, 100, 0.3
@@ -210,48 +203,19 @@ def predicted_chooser(generator: Generator, ready: Ready) -> LengthChooser:
     return empty.replace(round_cost=jnp.asarray(cost))
 
 
-def _devices(mesh: Mesh) -> Devices:
+def _devices(mesh: Mesh) -> GeneratorDevices:
     """The devices of a shard in public figures, with a remark if there are none of them."""
     kind = mesh.devices.flat[0].device_kind
-    card = card_of_kind(kind)
+    card = find_card_by_kind(kind)
     if card is None and jax.process_index() == 0:
-        say(
+        print_line(
             f"no public figures of {kind} are known: until its rounds are timed, draft lengths are"
-            f" chosen by those of {UNKNOWN}"
+            f" chosen by those of {DEFAULT_CARD}"
         )
-    return Devices(card or UNKNOWN, mesh.shape[TENSOR], mesh.shape[EXPERT])
+    return GeneratorDevices(card or DEFAULT_CARD, mesh.shape[TENSOR], mesh.shape[EXPERT])
 
 
 # ---- by the first rounds of a run
-
-
-def timing_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
-    """Compiles a step whose first rollout times rounds of each draft length.
-
-    Later rollouts are one slice each, unless `slice_rounds` says of how many rounds slices are.
-    """
-    # Generation is a program of its own here, since the seconds of a whole step cannot tell
-    # lengths apart: a rollout has hundreds of rounds, nearly all of the length that seems best,
-    # beside an update of the policy. A forced length for a whole rollout would cost as much as it
-    # can win. A slice has rounds of one length, and the program that times it is the one that
-    # generates: nothing is compiled for the timing.
-    timer = RoundTimer(step.generator, slice_rounds or UNBOUNDED)
-    runner = staged_step(step, prompts, slicing=timer.begin)
-
-    def call(state: TrainState, finished: Finished, asked: Prompts, between: Between) -> StepResult:
-        result = runner(state, finished, asked, between)
-        cost = timer.end()
-        # A rollout that was stopped is made again, and times its rounds again: a run that goes on
-        # chooses by what its own first rollout has shown, or by what its checkpoint holds.
-        if cost is None or result.rollout is None:
-            return result
-        known = result.state.generator
-        chooser = known.chooser
-        assert chooser is not None, "lengths are chosen by costs"
-        chooser = chooser.replace(round_cost=put(cost, chooser.round_cost))
-        return result._replace(state=result.state.replace(generator=known.replace(chooser=chooser)))
-
-    return Runner(call, runner.programs, timer.time_anew)
 
 
 class RoundTimer:
@@ -386,7 +350,7 @@ def _key(generator: Generator, prompt: int) -> str:
     # by name: what a function is written as differs from process to process
     named = {"rule": getattr(settings.rule, "__name__", None)}
     shape = settings._replace(**named, verification=settings.verification.name)
-    code = sources(
+    code = read_sources(
         *("host/round_cost.py", "compiled/roofline.py", "models/*.py", "kernels/*.py"),
         *("drafts/*.py", "rollout/**/*.py", "sampling.py"),
     )

@@ -14,21 +14,32 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.config.as_json import differing_keys, flat, require_same_version, to_json
+from jaxspec.config.as_json import (
+    flatten_settings,
+    list_changed_settings,
+    require_same_version,
+    to_json,
+)
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.files import data_digest
-from jaxspec.hf.pretrained import fingerprint
+from jaxspec.hf.pretrained import fingerprint_checkpoint
 from jaxspec.host.job import Job, code_version
-from jaxspec.inputs.checked import INT32, ConfigError, read_from, require
+from jaxspec.inputs.checked import INT32, ConfigError, prefix_errors, require
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import machine, row_shards
-from jaxspec.processes.process_0 import refused_by_all
+from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.rollout.pages import smallest_pool
 from jaxspec.step import Sizes
-from jaxspec.system.files import digest, expanded, now, write_whole, writing
-from jaxspec.system.folder_lock import folder_lock
-from jaxspec.system.metrics import read
-from jaxspec.tokens.tokenizer import FILES
+from jaxspec.system.files import (
+    expand_user_path,
+    explain_write_errors,
+    hash_file,
+    utc_timestamp,
+    write_text_atomic,
+)
+from jaxspec.system.folder_lock import lock_folder
+from jaxspec.system.metrics import read_metrics
+from jaxspec.tokens.tokenizer import TOKENIZER_FILES
 
 CONFIG, CHECKPOINTS, BEST = "config.json", "checkpoints", "best"
 STARTS, SAVED = "starts.jsonl", "saved"
@@ -51,10 +62,10 @@ def held(job: Job, look_into: Callable[[Job, Path], None] | None = None) -> Iter
     with contextlib.ExitStack() as stack:
 
         def look() -> None:
-            stack.enter_context(folder_lock(folder, job.say))
+            stack.enter_context(lock_folder(folder, job.say))
             judge(job, folder)
 
-        refused_by_all(look)
+        check_in_process_0(look)
         yield folder
 
 
@@ -63,10 +74,10 @@ def prepare_workdir(path: Path | str) -> Path:
 
     Raises ConfigError if it is read-only or not a folder, or if less than 1 MiB is free.
     """
-    folder = expanded(path, "--workdir")
+    folder = expand_user_path(path, "--workdir")
     require_outside_runs(folder, "workdir", "choose another --workdir")
     trial = folder / f".trial-{os.uname().nodename}-{os.getpid()}"
-    with writing(
+    with explain_write_errors(
         f"workdir {folder} cannot be written to",
         "free some space or name another folder with --workdir",
         ConfigError,
@@ -120,12 +131,12 @@ def saved_config(
 def _require_own(job: Job, folder: Path) -> None:
     """Refuses a folder of another config or other data, and one in which a run that starts over
     would erase what it does not know."""
-    begun, saved, batches = (folder / CONFIG).exists(), steps(folder), len(read(folder))
+    begun, saved, batches = (folder / CONFIG).exists(), steps(folder), len(read_metrics(folder))
     if begun:
         written = saved_config(folder)
-        with read_from(str(folder / CONFIG)):
+        with prefix_errors(str(folder / CONFIG)):
             require_same_version(written, "use that version, or choose another --workdir")
-        differing = differing_keys(written, job.config)
+        differing = list_changed_settings(written, job.config)
         belongs = (
             f"{folder} belongs to another config: {'; '.join(differing)}. Choose another --workdir,"
             " or set these keys back"
@@ -151,7 +162,7 @@ def as_begun(job: Job, folder: Path) -> Job:
     saved = np.full((len(Sizes._fields),), -1, np.int32)
     looks = jax.process_index() == 0 and steps(folder)
     if looks and _last_backend(folder) == jax.default_backend():
-        values = flat(saved_config(folder))
+        values = flatten_settings(saved_config(folder))
         names = ("batch.micro_tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
         for place, number in enumerate(map(values.get, names)):
             if type(number) is int and 0 <= number <= INT32:
@@ -215,7 +226,7 @@ def note_saved(folder: Path) -> None:
     """Notes in the folder that a checkpoint has been saved, once there is one: if none is there
     later, they were taken away."""
     if jax.process_index() == 0 and not (folder / SAVED).exists() and (found := steps(folder)):
-        write_whole(folder / SAVED, f"checkpoint {found[0]} was saved at {now()}\n")
+        write_text_atomic(folder / SAVED, f"checkpoint {found[0]} was saved at {utc_timestamp()}\n")
 
 
 def _require_nothing_to_lose(job: Job, folder: Path, written: int) -> None:
@@ -249,20 +260,20 @@ def require_no_checkpoints(folder: Path) -> None:
         )
         require(not found, f"{told}; put them right, or choose another --workdir")
 
-    refused_by_all(look)
+    check_in_process_0(look)
 
 
 def data_digests(config: ResolvedConfig) -> dict[str, str]:
     """Digests of the data files to train and to evaluate on, and of the tokenizer's files; by
     setting and file."""
-    sets = {where: each.data for where, each in config.judged_sets.items()}
+    sets = {where: each.data for where, each in config.sets_by_prefix.items()}
     paths = {f"{where}data.path": data.path for where, data in sets.items()}
     paths |= {f"{where}data.eval_path": data.eval_path for where, data in sets.items() if data.path}
     found = {f"{name} {path}": data_digest(path, name) for name, path in paths.items() if path}
     folder = config.data.tokenizer
-    for name in FILES if folder else ():
+    for name in TOKENIZER_FILES if folder else ():
         file = Path(folder) / name
-        found[f"data.tokenizer {name} {file}"] = digest(file)
+        found[f"data.tokenizer {name} {file}"] = hash_file(file)
     return found
 
 
@@ -344,7 +355,7 @@ def announced(job: Job, folder: Path) -> dict[str, Any]:
                     more = f": {was[name]} -> {value}"
                 job.say(f"warning: since the run's last start, {name} is another{more}")
 
-    refused_by_all(look)
+    check_in_process_0(look)
     return start
 
 
@@ -355,7 +366,7 @@ def _start(job: Job) -> dict[str, Any]:
         "lora.path": job.config.lora.path,
         "rollout.draft.path": job.config.rollout.draft.path,
     }
-    given = {f"{name} {path}": fingerprint(path) for name, path in paths.items() if path}
+    given = {f"{name} {path}": fingerprint_checkpoint(path) for name, path in paths.items() if path}
     versions = {
         "jaxspec": code_version(),
         "python": platform.python_version(),
@@ -370,7 +381,7 @@ def _start(job: Job) -> dict[str, Any]:
         **machine(job.mesh),
     }
     return {
-        "time": now(),
+        "time": utc_timestamp(),
         "versions": versions,
         "machine": where,
         "data": data_digests(job.config),
@@ -386,5 +397,7 @@ def claim(job: Job, folder: Path, start: Mapping[str, Any]) -> None:
     """
     if jax.process_index() == 0:
         earlier = read_starts(folder) if steps(folder) else []
-        write_whole(folder / STARTS, "".join(json.dumps(each) + "\n" for each in (*earlier, start)))
-        write_whole(folder / CONFIG, json.dumps(to_json(job.config), indent=2) + "\n")
+        write_text_atomic(
+            folder / STARTS, "".join(json.dumps(each) + "\n" for each in (*earlier, start))
+        )
+        write_text_atomic(folder / CONFIG, json.dumps(to_json(job.config), indent=2) + "\n")

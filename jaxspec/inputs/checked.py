@@ -32,7 +32,7 @@ FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 instead."""
 
 
-class _Repr(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """Values in messages: shortened, and whole numbers of thousands of digits, which Python does
     not write out, by their length."""
 
@@ -45,7 +45,7 @@ class _Repr(reprlib.Repr):
         )
 
 
-_REPR = _Repr()
+_REPR = _ShortRepr()
 _REPR.maxstring = _REPR.maxother = 120
 
 
@@ -74,7 +74,7 @@ def divisors(number: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def read_from(source: str) -> Iterator[None]:
+def prefix_errors(source: str) -> Iterator[None]:
     """Puts the file that settings are made from before what is wrong with them, unless the message
     names it."""
     try:
@@ -86,45 +86,45 @@ def read_from(source: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def called(names: Mapping[str, str]) -> Iterator[None]:
+def translate_settings(names: Mapping[str, str]) -> Iterator[None]:
     """Calls settings in messages what they were given as, where `names` says so: the keys of a
     file, the options of another command."""
     try:
         yield
     except ConfigError as error:
-        told = re.sub(
+        translated = re.sub(
             r"(?:--)?\b[a-z_]+(?:\.[a-z_]+)+",
-            lambda found: names.get(found[0].removeprefix("--"), found[0]),
+            lambda match: names.get(match[0].removeprefix("--"), match[0]),
             str(error),
         )
-        if told == str(error):
+        if translated == str(error):
             raise
-        raise ConfigError(told) from error
+        raise ConfigError(translated) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
     """What numbers a setting takes, as part of its type: `Annotated[float, Range(above=0)]`."""
 
-    least: int | float = -INF
+    min: int | float = -INF
     above: int | float = -INF
-    most: int | float = INF
+    max: int | float = INF
     below: int | float = INF
     or_zero: bool = False
     """Zero is taken as well."""
     remedy: str = ""
     """What to do instead, where the bounds do not say it."""
 
-    def takes(self, number: int | float) -> bool:
+    def contains(self, number: int | float) -> bool:
         """Whether a number is inside."""
-        inside = self.least <= number <= self.most and self.above < number < self.below
+        inside = self.min <= number <= self.max and self.above < number < self.below
         return inside or (self.or_zero and number == 0)
 
     def __str__(self) -> str:
         bounds = {
-            "at least": self.least,
+            "at least": self.min,
             "above": self.above,
-            "at most": self.most,
+            "at most": self.max,
             "below": self.below,
         }
         words = " and ".join(
@@ -133,7 +133,7 @@ class Range:
         return "0, or " * self.or_zero + words + f" ({self.remedy})" * bool(self.remedy)
 
 
-class Checked:
+class CheckedConfig:
     """A frozen dataclass whose fields are checked after `__init__`; a subclass adds what crosses
     its fields in `check`.
 
@@ -148,14 +148,14 @@ class Checked:
         cls.prefix = prefix
 
     def __post_init__(self) -> None:
-        for name, wanted in types_of(type(self)).items():
+        for name, annotation in field_types(type(self)).items():
             value = getattr(self, name)
-            if instead := mismatch(value, wanted):
+            if expected := describe_mismatch(value, annotation):
                 raise ConfigError(
                     f"{self.prefix}{name} is {' '.join(_REPR.repr(value).split())}; it must be"
-                    f" {instead}"
+                    f" {expected}"
                 )
-            if _bare(wanted) is float:
+            if _unwrap_annotated(annotation) is float:
                 object.__setattr__(self, name, float(value))
         self.check()
 
@@ -164,76 +164,80 @@ class Checked:
 
 
 @functools.cache
-def types_of(cls: Any) -> Mapping[str, Any]:
+def field_types(cls: Any) -> Mapping[str, Any]:
     """The types of a dataclass's fields, with their ranges."""
     hints = get_type_hints(cls, include_extras=True)
     return {item.name: hints[item.name] for item in fields(cls)}
 
 
-def _bare(wanted: Any) -> Any:
-    return get_args(wanted)[0] if get_origin(wanted) is Annotated else wanted
+def _unwrap_annotated(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def mismatch(value: Any, wanted: Any) -> str:
+def describe_mismatch(value: Any, annotation: Any) -> str:
     """What a value must be, in words, if it is not of a setting's type or outside its range; else
     nothing."""
-    kind = get_origin(wanted)
+    kind = get_origin(annotation)
     if kind is Annotated:
-        return mismatch(value, _bare(wanted)) or _outside(value, *get_args(wanted))
+        return describe_mismatch(value, _unwrap_annotated(annotation)) or _range_mismatch(
+            value, *get_args(annotation)
+        )
     if kind in (Union, UnionType):
-        found = [mismatch(value, part) for part in get_args(wanted)]
-        return " or ".join(found) if all(found) else ""
+        mismatches = [describe_mismatch(value, option) for option in get_args(annotation)]
+        return " or ".join(mismatches) if all(mismatches) else ""
     if kind is tuple:
-        item = get_args(wanted)[0]
+        item_type = get_args(annotation)[0]
         if not isinstance(value, tuple):
-            return f"a tuple, each item {_named(_bare(item))}"
+            return f"a tuple, each item {_describe_type(_unwrap_annotated(item_type))}"
         return next(
             (
-                f"a tuple, each item {instead}"
-                for instead in (mismatch(each, item) for each in value)
-                if instead
+                f"a tuple, each item {expected}"
+                for expected in (describe_mismatch(item, item_type) for item in value)
+                if expected
             ),
             "",
         )
     if kind is Literal:
         return (
             ""
-            if isinstance(value, str) and value in get_args(wanted)
-            else f"one of {', '.join(get_args(wanted))}"
+            if isinstance(value, str) and value in get_args(annotation)
+            else f"one of {', '.join(get_args(annotation))}"
         )
-    return "" if _is(value, wanted) else _instead(value, wanted)
+    return "" if _has_type(value, annotation) else _describe_expected(value, annotation)
 
 
-def _outside(number: Any, kind: type, bounds: Range) -> str:
-    if not bounds.takes(number):
+def _range_mismatch(number: Any, kind: type, bounds: Range) -> str:
+    if not bounds.contains(number):
         return str(bounds)
-    return f"at most {INT32}" if kind is int and bounds.most == INF and number > INT32 else ""
+    return f"at most {INT32}" if kind is int and bounds.max == INF and number > INT32 else ""
 
 
-def _is(value: Any, wanted: type) -> bool:
-    if wanted is float:
-        return (_is(value, int) or isinstance(value, float)) and (
+def _has_type(value: Any, expected_type: type) -> bool:
+    if expected_type is float:
+        return (_has_type(value, int) or isinstance(value, float)) and (
             value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1]
         )
-    if wanted is str:
+    if expected_type is str:
         return isinstance(value, str) and "\0" not in value
-    if is_dataclass(wanted):
-        return type(value) is wanted  # a subclass may leave out the checks
-    return isinstance(value, wanted) and (wanted is not int or not isinstance(value, bool))
-
-
-def _instead(value: Any, wanted: Any) -> str:
-    """What a value must be in place of what it is; the nearer it comes, the more is said."""
-    if wanted is str and isinstance(value, str):
-        return "text without the character NUL"
-    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return "a number that float32 can hold"
-    return _named(wanted) + " itself, not of a subclass" * (
-        is_dataclass(wanted) and isinstance(value, wanted)
+    if is_dataclass(expected_type):
+        return type(value) is expected_type  # a subclass may leave out the checks
+    return isinstance(value, expected_type) and (
+        expected_type is not int or not isinstance(value, bool)
     )
 
 
-def _named(wanted: Any) -> str:
+def _describe_expected(value: Any, expected_type: Any) -> str:
+    """What a value must be in place of what it is; the nearer it comes, the more is said."""
+    if expected_type is str and isinstance(value, str):
+        return "text without the character NUL"
+    if expected_type is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number that float32 can hold"
+    return _describe_type(expected_type) + " itself, not of a subclass" * (
+        is_dataclass(expected_type) and isinstance(value, expected_type)
+    )
+
+
+def _describe_type(expected_type: Any) -> str:
     words = {
         bool: "True or False",
         int: "a whole number",
@@ -241,12 +245,14 @@ def _named(wanted: Any) -> str:
         str: "text",
         type(None): "None",
     }
-    return words.get(wanted) or f"of type {wanted.__name__}"
+    return words.get(expected_type) or f"of type {expected_type.__name__}"
 
 
-def classes_in(wanted: Any) -> list[Any]:
+def settings_classes(annotation: Any) -> list[Any]:
     """The classes of settings that a field's type names; there are none in most."""
-    return [part for part in (wanted, *get_args(wanted)) if is_dataclass(part)]
+    return [
+        candidate for candidate in (annotation, *get_args(annotation)) if is_dataclass(candidate)
+    ]
 
 
 class Unused(NamedTuple):
@@ -256,6 +262,6 @@ class Unused(NamedTuple):
     """Names; one that ends in a dot stands for all that start with it."""
     fact: str
     """What makes them useless, with `c` for the config."""
-    holds: Callable[[Any], bool]
-    said_by_files: bool = False
+    applies: Callable[[Any], bool]
+    set_by_files: bool = False
     """Files say what is used instead, so that even a value that is the default is in vain."""

@@ -11,7 +11,7 @@ from jaxspec.inputs.checked import ConfigError, require
 
 
 @dataclass(frozen=True)
-class Keys:
+class JsonObject:
     """The keys of an object; `source` names its file in messages. A key that is null counts as
     absent.
 
@@ -22,68 +22,70 @@ class Keys:
     content: Mapping[str, Any]
     source: str
 
-    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number that is not below `least`."""
-        value = self._found(key, default)
-        self._require(
-            is_whole(value) and least <= value <= _LARGEST_WHOLE,
+    def get_int(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number that is not below `minimum`."""
+        value = self._get_value(key, default)
+        self._require_type(
+            is_integer(value) and minimum <= value <= _MAX_INTEGER,
             key,
-            f"a whole number from {least} to {_LARGEST_WHOLE:,}",
+            f"a whole number from {minimum} to {_MAX_INTEGER:,}",
         )
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def get_float(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
-        value = self._found(key, default)
-        real = (
-            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST
+        value = self._get_value(key, default)
+        is_positive = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and 0 < value <= _MAX_NUMBER
         )
-        self._require(real, key, "a positive number")
+        self._require_type(is_positive, key, "a positive number")
         return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def get_bool(self, key: str, default: bool) -> bool:
         """True or false."""
-        value = self._found(key, default)
-        self._require(isinstance(value, bool), key, "true or false")
+        value = self._get_value(key, default)
+        self._require_type(isinstance(value, bool), key, "true or false")
         return value
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def get_string(self, key: str, default: str | None = None) -> str:
         """A string."""
-        value = self._found(key, default)
-        self._require(isinstance(value, str), key, "a string")
+        value = self._get_value(key, default)
+        self._require_type(isinstance(value, str), key, "a string")
         return value
 
-    def texts(self, key: str) -> list[str]:
+    def get_strings(self, key: str) -> list[str]:
         """A list of strings; empty where the key is absent."""
-        value = self._found(key, [])
-        self._require(
+        value = self._get_value(key, [])
+        self._require_type(
             isinstance(value, list) and all(isinstance(item, str) for item in value),
             key,
             "a list of strings",
         )
         return value
 
-    def wholes(self, key: str) -> list[int]:
+    def get_ints(self, key: str) -> list[int]:
         """A list of whole numbers; empty where the key is absent."""
-        value = self._found(key, [])
-        self._require(
-            isinstance(value, list) and all(is_whole(item) for item in value),
+        value = self._get_value(key, [])
+        self._require_type(
+            isinstance(value, list) and all(is_integer(item) for item in value),
             key,
             "a list of whole numbers",
         )
         return value
 
-    def part(self, key: str) -> "Keys":
+    def get_object(self, key: str) -> "JsonObject":
         """An object; empty where the key is absent."""
-        value = self._found(key, {})
-        self._require(isinstance(value, Mapping), key, "an object or null")
-        return Keys(value, f"{self.source}, {key}")
+        value = self._get_value(key, {})
+        self._require_type(isinstance(value, Mapping), key, "an object or null")
+        return JsonObject(value, f"{self.source}, {key}")
 
-    def has(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Whether the key is there, with a value that is not null."""
         return self.content.get(key) is not None
 
-    def _found(self, key: str, default: Any) -> Any:
+    def _get_value(self, key: str, default: Any) -> Any:
         value = self.content.get(key)
         value = default if value is None else value
         require(
@@ -91,45 +93,46 @@ class Keys:
         )
         return value
 
-    def _require(self, fits: bool, key: str, wanted: str) -> None:
-        if not fits:  # only then is the value shown: it may be as long as the file
+    def _require_type(self, is_valid: bool, key: str, expected: str) -> None:
+        if not is_valid:  # only then is the value shown: it may be as long as the file
             raise ConfigError(
-                f"{self.source}: {key} is {shown(self.content.get(key))}; it must be {wanted}"
+                f"{self.source}: {key} is {format_value(self.content.get(key))}; it must be"
+                f" {expected}"
             )
 
 
-_LARGEST, _LARGEST_WHOLE = 1e30, 2**31 - 1
+_MAX_NUMBER, _MAX_INTEGER = 1e30, 2**31 - 1
 """Larger numbers are mistakes."""
-_SHOWN, _SHOWN_NAME, _SHOWN_NAMES = 60, 300, 5
+_MAX_VALUE_LENGTH, _MAX_NAME_LENGTH, _MAX_NAMES = 60, 300, 5
 """Characters of a value and of a name, and names of a list, that a message shows."""
 
 
-def is_whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether a value of JSON is a whole number; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value for a message, in one line that is not too long."""
     text = json.dumps(value) if isinstance(value, dict | list) else repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}..."
 
 
-def named(text: str) -> str:
+def format_name(text: str) -> str:
     """A name, or a reason, of somebody else's for a message: without quotes, in one line of
     printable characters that is not too long."""
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN_NAME])
-    return plain if len(text) <= _SHOWN_NAME else f"{plain}..."
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_MAX_NAME_LENGTH])
+    return plain if len(text) <= _MAX_NAME_LENGTH else f"{plain}..."
 
 
-def listed(names: Iterable[str], separator: str = ", ") -> str:
+def join_names(names: Iterable[str], separator: str = ", ") -> str:
     """The first few names, and how many more there are, for a message."""
-    every = list(names)
-    more = f" and {len(every) - _SHOWN_NAMES} more" if len(every) > _SHOWN_NAMES else ""
-    return separator.join(map(named, every[:_SHOWN_NAMES])) + more
+    all_names = list(names)
+    suffix = f" and {len(all_names) - _MAX_NAMES} more" if len(all_names) > _MAX_NAMES else ""
+    return separator.join(map(format_name, all_names[:_MAX_NAMES])) + suffix
 
 
-def is_whole_text(text: str) -> bool:
+def is_valid_utf8(text: str) -> bool:
     """Whether UTF-8 can hold a text: a string of JSON, or a word of the command line, may have half
     of a character."""
     return text.isascii() or text.encode(errors="ignore").decode() == text
@@ -149,20 +152,20 @@ def parse_json(text: str | bytes) -> Any:
         raise
 
 
-def json_line(line: bytes, where: str, wanted: str = "") -> dict[str, Any]:
-    """The object that a line of a JSON-lines file holds; `wanted` completes "give one JSON object a
+def parse_json_line(line: bytes, location: str, hint: str = "") -> dict[str, Any]:
+    """The object that a line of a JSON-lines file holds; `hint` completes "give one JSON object a
     line" in messages.
 
     Raises:
-      ConfigError: it holds something else; `where` names file and line.
+      ConfigError: it holds something else; `location` names file and line.
     """
-    remedy = f"give one JSON object a line{wanted}"
+    remedy = f"give one JSON object a line{hint}"
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error}); {remedy}") from error
+        raise ConfigError(f"{location}: not JSON ({error}); {remedy}") from error
     require(
-        isinstance(row, dict), f"{where}: a {type(row).__name__} instead of an object; {remedy}"
+        isinstance(row, dict), f"{location}: a {type(row).__name__} instead of an object; {remedy}"
     )
     return row
 
@@ -191,6 +194,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_keys(file: Path) -> Keys:
+def load_json_object(file: Path) -> JsonObject:
     """The keys of a JSON file; raises as `read_json` does."""
-    return Keys(read_json(file), str(file))
+    return JsonObject(read_json(file), str(file))

@@ -9,48 +9,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHOWN = 300
+MAX_ERROR_LENGTH = 300
 """Characters of what went wrong."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
 @functools.cache
-def imported(function: str) -> Callable[..., Any]:
+def import_function(function: str) -> Callable[..., Any]:
     """The function that `package.module:name` or `file.py:name` names.
 
     Raises:
       ValueError, ImportError, AttributeError, TypeError: there is no such function; whatever its
         module raises.
     """
-    where, mark, name = function.rpartition(":")
-    if not mark or not where or not name:
+    module_name, mark, name = function.rpartition(":")
+    if not mark or not module_name or not name:
         raise ValueError("write it as package.module:name or file.py:name")
-    if where.endswith(".py"):
-        path = Path(where).expanduser()
-        own = f"jaxspec_own_{path.stem}"  # which replaces no module of that name
-        spec = importlib.util.spec_from_file_location(own, path)
+    if module_name.endswith(".py"):
+        path = Path(module_name).expanduser()
+        private_name = f"jaxspec_own_{path.stem}"  # which replaces no module of that name
+        spec = importlib.util.spec_from_file_location(private_name, path)
         assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"  # noqa: PT018
         module = importlib.util.module_from_spec(spec)
-        sys.modules[own] = module
+        sys.modules[private_name] = module
         sys.path.insert(0, str(path.parent))
         spec.loader.exec_module(module)
     else:
         sys.path.insert(0, str(Path.cwd()))
-        module = importlib.import_module(where)
-    found = getattr(module, name)
-    if not callable(found):
-        raise TypeError(f"{name} is a {type(found).__name__}, which cannot be called")
-    return found
+        module = importlib.import_module(module_name)
+    attribute = getattr(module, name)
+    if not callable(attribute):
+        raise TypeError(f"{name} is a {type(attribute).__name__}, which cannot be called")
+    return attribute
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in one line, with the line of the user's code that it came from."""
-    trace, place = error.__traceback__, ""
+    trace, location = error.__traceback__, ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if not name.startswith((_PACKAGE, "<frozen", *_LIBRARIES)):
-            place = f" ({Path(name).name}, line {trace.tb_lineno})"
+            location = f" ({Path(name).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     reason = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' * bool(reason)}{reason}"[:SHOWN] + place
+    return f"{type(error).__name__}{': ' * bool(reason)}{reason}"[:MAX_ERROR_LENGTH] + location

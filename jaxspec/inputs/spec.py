@@ -6,18 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from jaxspec.inputs.checked import Checked, Range, require
+from jaxspec.inputs.checked import CheckedConfig, Range, require
 
 ModelType = Literal["qwen3", "qwen3_moe", "qwen2", "llama", "mimo"]
-Natural = Annotated[int, Range(least=0)]
-Count = Annotated[int, Range(least=1)]
+Natural = Annotated[int, Range(min=0)]
+Count = Annotated[int, Range(min=1)]
 Positive = Annotated[float, Range(above=0)]
-LayerCount = Annotated[int, Range(least=1, most=1000)]
+LayerCount = Annotated[int, Range(min=1, max=1000)]
 """Several times as many as any published model has; compiling more would take hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeSpec(Checked, prefix="model.rope."):
+class RopeSpec(CheckedConfig, prefix="model.rope."):
     """How `model.rope_factor` stretches the rotary positions; nothing here matters at factor 1 but
     the context."""
 
@@ -32,7 +32,7 @@ class RopeSpec(Checked, prefix="model.rope."):
     """YaRN: frequencies that turn more often in the context keep their pace."""
     beta_slow: Positive = 1.0
     """YaRN: frequencies that turn less often are stretched by the whole factor."""
-    attention_factor: Annotated[float, Range(least=0)] = 0.0
+    attention_factor: Annotated[float, Range(min=0)] = 0.0
     """YaRN: factor on cosines and sines; 0: 0.1 ln(rope_factor) + 1."""
     truncate: bool = True
     """YaRN: the band's ends are rounded to whole frequencies."""
@@ -51,7 +51,7 @@ class RopeSpec(Checked, prefix="model.rope."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilySpec(Checked, prefix="model.family."):
+class FamilySpec(CheckedConfig, prefix="model.family."):
     """What the families of decoders differ in; the defaults are Qwen3's."""
 
     model_type: ModelType = "qwen3"
@@ -70,11 +70,11 @@ class FamilySpec(Checked, prefix="model.family."):
     """Whether the weights of a token's experts are made to sum to 1."""
 
     def check(self) -> None:
-        chosen = (
+        message = (
             f"model.family.experts_per_token is {self.experts_per_token}; at most"
             f" model.family.experts {self.experts}"
         )
-        require(self.experts == 0 or self.experts_per_token <= self.experts, chosen)
+        require(self.experts == 0 or self.experts_per_token <= self.experts, message)
 
 
 _QWEN3 = FamilySpec()
@@ -85,26 +85,29 @@ ARCHITECTURES: dict[str, FamilySpec] = {
     "LlamaForCausalLM": FamilySpec(model_type="llama", query_key_norm=False),
     "MiMoForCausalLM": FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True),
 }
-"""Architectures by their name in config.json; what a file may vary in them is said by `implied`."""
+"""Architectures by their name in config.json; what a file may vary in them is said by
+`implied_family`."""
 
 
-def implied(family: FamilySpec) -> FamilySpec:
+def implied_family(family: FamilySpec) -> FamilySpec:
     """A family with all that its model_type fixes in place of what it says: what readers of its
     config.json make of it."""
-    fixed = next(entry for entry in ARCHITECTURES.values() if entry.model_type == family.model_type)
+    defaults = next(
+        entry for entry in ARCHITECTURES.values() if entry.model_type == family.model_type
+    )
     experts = (
         (family.experts or family.experts_per_token) if family.model_type == "qwen3_moe" else 0
     )
     # the others have biases whatever the key says
-    free = family.model_type in ("qwen3", "qwen3_moe", "llama")
+    reads_biases = family.model_type in ("qwen3", "qwen3_moe", "llama")
     biases = (
         (family.attention_bias, family.attention_bias)
-        if free
-        else (fixed.attention_bias, fixed.output_bias)
+        if reads_biases
+        else (defaults.attention_bias, defaults.output_bias)
     )
     return replace(
         family,
-        query_key_norm=fixed.query_key_norm,
+        query_key_norm=defaults.query_key_norm,
         attention_bias=biases[0],
         output_bias=biases[1],
         experts=experts,
@@ -112,7 +115,7 @@ def implied(family: FamilySpec) -> FamilySpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Checked, prefix="model."):
+class ModelConfig(CheckedConfig, prefix="model."):
     """The policy: a decoder of the Qwen and Llama families, from a Hugging Face folder or with
     sizes of its own."""
 
@@ -140,7 +143,7 @@ class ModelConfig(Checked, prefix="model."):
     """Width of the SwiGLU layer."""
     rope_theta: Annotated[float, Range(above=1)] = 1e4
     """Base of the rotary frequencies."""
-    rope_factor: Annotated[float, Range(least=1)] = 1.0
+    rope_factor: Annotated[float, Range(min=1)] = 1.0
     """Stretches the positions of a checkpoint for contexts so many times as long, by YaRN (arXiv
     2309.00071); 1: as they are."""
     norm_eps: Positive = 1e-6
@@ -154,13 +157,13 @@ class ModelConfig(Checked, prefix="model."):
     for a pass more."""
 
     def check(self) -> None:
-        whole = ", ".join(
+        choices = ", ".join(
             str(count) for count in range(1, min(self.heads, 1000) + 1) if self.heads % count == 0
         )
-        shared = f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}"
-        require(self.heads % self.kv_heads == 0, f"{shared}; give one of {whole}")
-        even = f"rotary positions need an even size, such as {self.head_size + 1}"
-        require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; {even}")
+        message = f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}"
+        require(self.heads % self.kv_heads == 0, f"{message}; give one of {choices}")
+        remedy = f"rotary positions need an even size, such as {self.head_size + 1}"
+        require(self.head_size % 2 == 0, f"model.head_size is {self.head_size}; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,26 +175,26 @@ class ModelSpec(ModelConfig, prefix="model."):
 
     def check(self) -> None:
         super().check()
-        scaled = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0
+        is_known = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0
         require(
-            scaled or bool(self.path),
+            is_known or bool(self.path),
             f"model.rope_factor is {self.rope_factor}, and how many positions the model was trained"
             " on is not known; give a checkpoint (model.path) whose config.json says it",
         )
 
     @classmethod
-    def of(cls, model: ModelConfig) -> ModelSpec:
+    def from_config(cls, model: ModelConfig) -> ModelSpec:
         """The decoder of a model without a checkpoint: of Qwen3's family."""
         return model if isinstance(model, ModelSpec) else cls(**vars(model))
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         """Positions that the model allows for; 0: not known."""
         return self.rope.longest or int(self.rope.context * self.rope_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig(Checked, prefix="head."):
+class HeadConfig(CheckedConfig, prefix="head."):
     """The form of an EAGLE-3 head, in which published ones differ; a head that is loaded brings its
     own."""
 
@@ -236,13 +239,13 @@ class HeadSpec(HeadConfig, prefix="head."):
     """An embedding table of its own, which is not trained; False: the policy's."""
 
     @classmethod
-    def of(cls, head: HeadConfig) -> HeadSpec:
+    def from_config(cls, head: HeadConfig) -> HeadSpec:
         """The head that training starts from without a checkpoint."""
         return head if isinstance(head, HeadSpec) else cls(**vars(head))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig(Checked, prefix="lora."):
+class LoraConfig(CheckedConfig, prefix="lora."):
     """Low-rank adapters (LoRA, arXiv 2106.09685) in the form of PEFT."""
 
     rank: Natural = 0
@@ -264,7 +267,7 @@ class DraftSpec:
     max_length: int
     """The most tokens a round (K)."""
     policy: ModelSpec
-    own: ModelSpec | None
+    decoder: ModelSpec | None
     """The decoder of a draft that was loaded; None: it is made for the policy."""
     head: HeadSpec
     vocab: int

@@ -23,20 +23,20 @@ For each weight of the head a chunk of n positions moves 12 bytes in the backwar
 for the gradient, and makes 6n operations. An H100 makes 295 operations a byte: from 600
 positions on the products take longer, and from 1,200 on also the one that adds up the gradient (2n
 operations on 8 bytes). Beyond 2,048 positions a chunk would only take more memory."""
-WIDE = 4096
+WIDE_ELEMENTS = 4096
 """Numbers of a position from which on a CPU computes only those that are wanted."""
 CHUNK_POSITIONS_CPU = 128
 """Positions of a chunk of wanted ones on a CPU: enough for fast products, and few are padding."""
-TILE = 16
+TILE_POSITIONS = 16
 """Chunks on GPUs are a multiple of so many positions: XLA pads other products by copies."""
 
 
-def in_chunks(
+def map_in_chunks(
     function: Callable[..., Any],
     networks: PyTree,
     elements_per_position: int,
     *arrays: Array,
-    wanted: Bool[Array, "B T"] | None = None,
+    mask: Bool[Array, "B T"] | None = None,
 ) -> Any:
     """Maps `function` over chunks of the position axis (the second) and joins the results.
 
@@ -48,147 +48,174 @@ def in_chunks(
       networks: all that it reads beside the arrays.
       elements_per_position: numbers that it holds for each position.
       *arrays: [B T ...].
-      wanted: positions whose results matter; None: all. On a CPU a wide function is computed for
+      mask: positions whose results matter; None: all. On a CPU a wide function is computed for
         these alone, a few others that fill up a chunk, and the rest is zero.
     """
     length = arrays[0].shape[1]
     chunk = _chunk_length(length, max(elements_per_position, 1))
-    if wanted is not None and _worth_moving(elements_per_position):
-        return _at_wanted(function, networks, min(chunk, CHUNK_POSITIONS_CPU), wanted, arrays)
+    if mask is not None and _should_compact(elements_per_position):
+        return _map_compacted(function, networks, min(chunk, CHUNK_POSITIONS_CPU), mask, arrays)
     if chunk == length:
         return function(networks, *arrays)
-    mapped = jax.lax.map(
-        lambda parts: jax.checkpoint(function)(networks, *parts),
-        tuple(_split(array, chunk) for array in arrays),
+    results = jax.lax.map(
+        lambda chunks: jax.checkpoint(function)(networks, *chunks),
+        tuple(_split_chunks(array, chunk) for array in arrays),
     )
-    return jax.tree.map(lambda array: _join(array, length), mapped)
+    return jax.tree.map(lambda array: _join_chunks(array, length), results)
 
 
-def where_wanted(
+def map_masked(
     function: Callable[..., Any],
     networks: PyTree,
     elements_per_position: int,
     *arrays: Array,
-    wanted: Bool[Array, "B T"],
+    mask: Bool[Array, "B T"],
 ) -> Any:
-    """Computes `function` of all positions at once; on a CPU a wide one as `in_chunks` does.
+    """Computes `function` of all positions at once; on a CPU a wide one as `map_in_chunks` does.
 
     It must not communicate between data shards, which have different numbers of chunks.
     """
-    if not _worth_moving(elements_per_position):
+    if not _should_compact(elements_per_position):
         return function(networks, *arrays)
     chunk = min(arrays[0].shape[1], CHUNK_POSITIONS_CPU)
-    return _at_wanted(function, networks, chunk, wanted, arrays)
+    return _map_compacted(function, networks, chunk, mask, arrays)
 
 
-def _worth_moving(elements_per_position: int) -> bool:
+def _should_compact(elements_per_position: int) -> bool:
     """Whether computing a function at wanted positions alone pays for moving them."""
-    return elements_per_position >= WIDE and not gpus_in_scope()
+    return elements_per_position >= WIDE_ELEMENTS and not gpus_in_scope()
 
 
-def _split(array: Shaped[Array, "B T ..."], chunk: int) -> Shaped[Array, "c B chunk ..."]:
+def _split_chunks(array: Shaped[Array, "B T ..."], chunk: int) -> Shaped[Array, "c B chunk ..."]:
     """Splits positions into chunks; the last one is padded with zeros."""
-    rows, length, *rest = array.shape
+    rows, length, *trailing_shape = array.shape
     count = -(-length // chunk)
-    padded = jnp.pad(array, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(padded.reshape(rows, count, chunk, *rest), 1, 0)
+    padded = jnp.pad(array, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * len(trailing_shape))
+    return jnp.moveaxis(padded.reshape(rows, count, chunk, *trailing_shape), 1, 0)
 
 
-def _join(array: Shaped[Array, "c B chunk ..."], length: int) -> Shaped[Array, "B T ..."]:
+def _join_chunks(array: Shaped[Array, "c B chunk ..."], length: int) -> Shaped[Array, "B T ..."]:
     """Joins chunks to `length` positions."""
-    moved = jnp.moveaxis(array, 0, 1)
-    rows, count, chunk, *rest = moved.shape
-    return moved.reshape(rows, count * chunk, *rest)[:, :length]
+    row_chunks = jnp.moveaxis(array, 0, 1)
+    rows, count, chunk, *trailing_shape = row_chunks.shape
+    return row_chunks.reshape(rows, count * chunk, *trailing_shape)[:, :length]
 
 
-def _at_wanted(
+def _map_compacted(
     function: Callable[..., Any],
     networks: PyTree,
     chunk: int,
-    wanted: Bool[Array, "B T"],
+    mask: Bool[Array, "B T"],
     arrays: tuple[Array, ...],
 ) -> Any:
     """Runs `function` on chunks of the wanted positions, which are moved to the front."""
-    length = wanted.shape[1]
-    order = jnp.argsort(~wanted, axis=1, stable=True)
+    length = mask.shape[1]
+    order = jnp.argsort(~mask, axis=1, stable=True)
     inverse = jnp.argsort(order, axis=1)
-    most = jnp.max(jnp.sum(wanted, axis=1, dtype=jnp.int32))
-    parts = tuple(_split(_reorder(array, order, inverse), chunk) for array in arrays)
-    mapped = _map_first(function, networks, -(-most // chunk), parts)
-    return jax.tree.map(lambda array: _reorder(_join(array, length), inverse, order), mapped)
+    max_count = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
+    chunks = tuple(
+        _split_chunks(_reorder_positions(array, order, inverse), chunk) for array in arrays
+    )
+    results = _map_leading_chunks(function, networks, -(-max_count // chunk), chunks)
+    return jax.tree.map(
+        lambda array: _reorder_positions(_join_chunks(array, length), inverse, order), results
+    )
 
 
-def _map_first(
-    function: Callable[..., Any], networks: PyTree, used: Int[Array, ""], parts: PyTree
+def _map_leading_chunks(
+    function: Callable[..., Any], networks: PyTree, used_count: Int[Array, ""], chunks: PyTree
 ) -> PyTree:
-    """Maps a function over the first `used` of stacked chunks; the results of others are zeros.
+    """Maps a function over the first `used_count` of stacked chunks; other results are zeros.
 
     The number of chunks is known at run time only, so the backward pass is written out: a loop of
     as many chunks, each computed again.
     """
 
     @jax.custom_vjp
-    def mapped(networks: PyTree, parts: PyTree, used: Int[Array, ""]) -> PyTree:
-        shapes: PyTree = jax.eval_shape(function, networks, *_chunk_at(parts, 0))
-        count = len(parts[0])
-        nothing = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
+    def map_chunks(networks: PyTree, chunks: PyTree, used_count: Int[Array, ""]) -> PyTree:
+        shapes: PyTree = jax.eval_shape(function, networks, *_take_chunk(chunks, 0))
+        chunk_count = len(chunks[0])
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((chunk_count, *leaf.shape), leaf.dtype), shapes)
 
-        def add(number: Int[Array, ""], before: PyTree) -> PyTree:
-            return _with_chunk(before, number, function(networks, *_chunk_at(parts, number)))
+        def fill_chunk(index: Int[Array, ""], results: PyTree) -> PyTree:
+            return _set_chunk(results, index, function(networks, *_take_chunk(chunks, index)))
 
-        return jax.lax.fori_loop(0, used, add, nothing)
+        return jax.lax.fori_loop(0, used_count, fill_chunk, zeros)
 
     def forward(*inputs: PyTree) -> tuple[PyTree, PyTree]:
         values = jax.tree.map(lambda leaf: leaf.value, inputs)
-        flags = [_Flags(map(_has_gradient, jax.tree.leaves(tree))) for tree in inputs[:2]]
-        return mapped(*values), (values, flags)
+        flags = [_GradientFlags(map(_has_gradient, jax.tree.leaves(tree))) for tree in inputs[:2]]
+        return map_chunks(*values), (values, flags)
 
     def backward(residuals: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree, None]:
-        (networks, parts, used), (of_networks, of_parts) = residuals
-        gradients = jax.tree.map(_whole, gradients)
+        (networks, chunks, used_count), (network_flags, chunk_flags) = residuals
+        gradients = jax.tree.map(_materialize_gradient, gradients)
 
-        def add(number: Int[Array, ""], before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            chunks = _chunk_at(parts, number)
+        def add_gradients(
+            index: Int[Array, ""], accumulated: tuple[PyTree, PyTree]
+        ) -> tuple[PyTree, PyTree]:
+            chunk = _take_chunk(chunks, index)
 
-            def of_learned(own: list[Array], own_chunks: list[Array]) -> PyTree:
-                return function(of_networks.fill(networks, own), *of_parts.fill(chunks, own_chunks))
+            def apply_learned(network_leaves: list[Array], chunk_leaves: list[Array]) -> PyTree:
+                return function(
+                    network_flags.replace_leaves(networks, network_leaves),
+                    *chunk_flags.replace_leaves(chunk, chunk_leaves),
+                )
 
-            _, pull = jax.vjp(of_learned, of_networks.pick(networks), of_parts.pick(chunks))
-            slopes, of_chunks = pull(_chunk_at(gradients, number))
-            total = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype), before[0], slopes)
-            return total, _with_chunk(before[1], number, of_chunks)
+            _, pullback = jax.vjp(
+                apply_learned,
+                network_flags.select_leaves(networks),
+                chunk_flags.select_leaves(chunk),
+            )
+            network_gradients, chunk_gradients = pullback(_take_chunk(gradients, index))
+            totals = jax.tree.map(
+                lambda total, gradient: total + gradient.astype(total.dtype),
+                accumulated[0],
+                network_gradients,
+            )
+            return totals, _set_chunk(accumulated[1], index, chunk_gradients)
 
-        own = of_networks.pick(networks), of_parts.pick(parts)
-        nothing = [_wide_zeros(leaf) for leaf in own[0]], jax.tree.map(jnp.zeros_like, own[1])
-        found = jax.lax.fori_loop(0, used, add, nothing)
-        totals = [total.astype(leaf.dtype) for total, leaf in zip(found[0], own[0], strict=True)]
-        slopes = of_networks.fill(networks, totals, zero=True)
-        return slopes, of_parts.fill(parts, found[1], zero=True), None
+        learned_leaves = network_flags.select_leaves(networks), chunk_flags.select_leaves(chunks)
+        zeros = (
+            [_zero_accumulator(leaf) for leaf in learned_leaves[0]],
+            jax.tree.map(jnp.zeros_like, learned_leaves[1]),
+        )
+        accumulated = jax.lax.fori_loop(0, used_count, add_gradients, zeros)
+        totals = [
+            total.astype(leaf.dtype)
+            for total, leaf in zip(accumulated[0], learned_leaves[0], strict=True)
+        ]
+        network_gradients = network_flags.replace_leaves(networks, totals, zero=True)
+        return (
+            network_gradients,
+            chunk_flags.replace_leaves(chunks, accumulated[1], zero=True),
+            None,
+        )
 
-    mapped.defvjp(forward, backward, symbolic_zeros=True)
-    return mapped(networks, parts, used)
+    map_chunks.defvjp(forward, backward, symbolic_zeros=True)
+    return map_chunks(networks, chunks, used_count)
 
 
 @jax.tree_util.register_static
-class _Flags(tuple[bool, ...]):
+class _GradientFlags(tuple[bool, ...]):
     """Which leaves of a tree have a gradient."""
 
     __slots__ = ()
 
-    def pick(self, tree: PyTree) -> list[Array]:
+    def select_leaves(self, tree: PyTree) -> list[Array]:
         """The leaves that have one."""
         return list(itertools.compress(jax.tree.leaves(tree), self))
 
-    def fill(self, tree: PyTree, leaves: Iterable[Array], zero: bool = False) -> PyTree:
+    def replace_leaves(self, tree: PyTree, leaves: Iterable[Array], zero: bool = False) -> PyTree:
         """The tree with other leaves where there is a gradient, and its own elsewhere.
 
         With `zero`, None elsewhere, which is the gradient there.
         """
-        old, form = jax.tree.flatten(tree)
-        rest = iter(leaves)
-        pairs = zip(self, old, strict=True)
-        merged = [next(rest) if flag else None if zero else leaf for flag, leaf in pairs]
-        return jax.tree.unflatten(form, merged)
+        old_leaves, treedef = jax.tree.flatten(tree)
+        replacements = iter(leaves)
+        pairs = zip(self, old_leaves, strict=True)
+        merged = [next(replacements) if flag else None if zero else leaf for flag, leaf in pairs]
+        return jax.tree.unflatten(treedef, merged)
 
 
 def _has_gradient(leaf: Any) -> bool:
@@ -196,46 +223,48 @@ def _has_gradient(leaf: Any) -> bool:
     return bool(leaf.perturbed) and jnp.issubdtype(leaf.value.dtype, jnp.floating)
 
 
-def _wide_zeros(leaf: Array) -> Array:
+def _zero_accumulator(leaf: Array) -> Array:
     """Zeros to add up gradients of many chunks on."""
     return jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
-_ZERO: Any = jax.custom_derivatives.SymbolicZero
+_SYMBOLIC_ZERO: Any = jax.custom_derivatives.SymbolicZero
 
 
-def _whole(gradient: Any) -> Array:
+def _materialize_gradient(gradient: Any) -> Array:
     """A gradient as an array, also where it is known to be zero."""
-    is_zero = isinstance(gradient, _ZERO)
+    is_zero = isinstance(gradient, _SYMBOLIC_ZERO)
     return jnp.zeros(gradient.shape, gradient.dtype) if is_zero else gradient
 
 
-def _chunk_at(stacked: PyTree, number: Int[Array, ""] | int) -> PyTree:
-    """Chunk `number` of every array."""
+def _take_chunk(stacked: PyTree, index: Int[Array, ""] | int) -> PyTree:
+    """Chunk `index` of every array."""
     return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), stacked
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked
     )
 
 
-def _with_chunk(stacked: PyTree, number: Int[Array, ""], chunk: PyTree) -> PyTree:
-    """The stacked chunks with another one in place of `number`."""
+def _set_chunk(stacked: PyTree, index: Int[Array, ""], chunk: PyTree) -> PyTree:
+    """The stacked chunks with another one in place of `index`."""
     return jax.tree.map(
-        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, number, 0), stacked, chunk
+        lambda leaf, update: jax.lax.dynamic_update_index_in_dim(leaf, update, index, 0),
+        stacked,
+        chunk,
     )
 
 
 @jax.custom_vjp
-def _reorder(
+def _reorder_positions(
     array: Shaped[Array, "B T ..."], order: Int[Array, "B T"], inverse: Int[Array, "B T"]
 ) -> Shaped[Array, "B T ..."]:
     """Puts position `order[b, t]` of row b at place t. The gradient is the inverse of this, and not
     a scatter, which a CPU makes one row after the other."""
-    return jax.vmap(lambda row, places: jnp.take(row, places, axis=0))(array, order)
+    return jax.vmap(lambda row, row_order: jnp.take(row, row_order, axis=0))(array, order)
 
 
-_reorder.defvjp(
-    lambda array, order, inverse: (_reorder(array, order, inverse), (order, inverse)),
-    lambda orders, gradient: (_reorder(gradient, *reversed(orders)), None, None),
+_reorder_positions.defvjp(
+    lambda array, order, inverse: (_reorder_positions(array, order, inverse), (order, inverse)),
+    lambda orders, gradient: (_reorder_positions(gradient, *reversed(orders)), None, None),
 )
 
 
@@ -243,6 +272,6 @@ def _chunk_length(length: int, elements_per_position: int) -> int:
     """Positions of a chunk; on GPUs chunks are about equal, so that the last one is not padded."""
     if not gpus_in_scope():
         return max(1, min(length, CHUNK_ELEMENTS // elements_per_position))
-    most = max(1, min(CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU // elements_per_position))
-    even = -(-length // -(-length // most))
-    return min(length, -(-even // TILE) * TILE)
+    max_positions = max(1, min(CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU // elements_per_position))
+    even_positions = -(-length // -(-length // max_positions))
+    return min(length, -(-even_positions // TILE_POSITIONS) * TILE_POSITIONS)

@@ -11,22 +11,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-CHUNK, CHUNKED = 64, 2**18
+CHUNK_POSITIONS, MIN_CHUNKED_BYTES = 64, 2**18
 """Positions of a chunk, where a layer's keys are more bytes than that: fewer come from a core's own
 cache, and a tenth faster as they are."""
-EVEN = 8
+ROW_MULTIPLE = 8
 """Rows that are one chunk have a multiple of so many positions: odd numbers make attention slower
 (36 to 41: by 15 % of a round)."""
 
 
-class Chunks(NamedTuple):
+class ChunkShape(NamedTuple):
     """Of a row."""
 
-    number: int
+    chunk_count: int
     width: int
 
 
-def chunks_of(positions: int, layer_bytes: int, chunk: int) -> Chunks:
+def choose_chunks(positions: int, layer_bytes: int, chunk: int) -> ChunkShape:
     """What a row with at least so many positions is made of.
 
     Args:
@@ -35,33 +35,33 @@ def chunks_of(positions: int, layer_bytes: int, chunk: int) -> Chunks:
       chunk: positions of a chunk where that is faster; 0: the row is one chunk.
     """
     # values gain nothing by chunks, and a third more of them costs what keys gain
-    padded = -positions % chunk if chunk else 0
-    if 0 < chunk < positions and 3 * padded <= positions and layer_bytes > CHUNKED:
-        return Chunks(-(-positions // chunk), chunk)
-    return Chunks(1, -(-positions // EVEN) * EVEN)
+    padding = -positions % chunk if chunk else 0
+    if 0 < chunk < positions and 3 * padding <= positions and layer_bytes > MIN_CHUNKED_BYTES:
+        return ChunkShape(-(-positions // chunk), chunk)
+    return ChunkShape(1, -(-positions // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
-def split(keys: Float[Array, "... MC H w"], heads: int) -> Float[Array, "... M C H w"]:
+def split_heads(keys: Float[Array, "... MC H w"], heads: int) -> Float[Array, "... M C H w"]:
     """Heads and chunks apart."""
     return keys.reshape(*keys.shape[:-3], heads, -1, *keys.shape[-2:])
 
 
-def rechunked(keys: Float[Array, "... M H s"], width: int) -> Float[Array, "... M C H w"]:
+def rechunk_keys(keys: Float[Array, "... M H s"], width: int) -> Float[Array, "... M C H w"]:
     """Keys in one chunk as chunks of at most `width` positions; the last one is filled up with
     zeros."""
     positions = keys.shape[-1]
     width = min(positions, width)
-    wide = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -positions % width)])
-    return jnp.moveaxis(wide.reshape(*keys.shape[:-1], -1, width), -2, -3)
+    padded = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -positions % width)])
+    return jnp.moveaxis(padded.reshape(*keys.shape[:-1], -1, width), -2, -3)
 
 
-def scores(
-    query: Float[Array, "B T M R H"], keys: Float[Array, "B M n H s"], wide: jnp.dtype
+def key_scores(
+    query: Float[Array, "B T M R H"], keys: Float[Array, "B M n H s"], accum_dtype: jnp.dtype
 ) -> Float[Array, "B M T R C"]:
     """Products of queries and keys, by position."""
     # Chunks are a batch dimension, and the queries the same for all: with free chunks XLA would
     # transpose the keys.
     queries = jnp.broadcast_to(query[:, None], (len(query), keys.shape[2], *query.shape[1:]))
-    found = jnp.einsum("BnTMRH,BMnHs->BMnTRs", queries, keys, preferred_element_type=wide)
-    found = jnp.moveaxis(found, 2, 4)
-    return found.reshape(*found.shape[:4], -1)
+    scores = jnp.einsum("BnTMRH,BMnHs->BMnTRs", queries, keys, preferred_element_type=accum_dtype)
+    scores = jnp.moveaxis(scores, 2, 4)
+    return scores.reshape(*scores.shape[:4], -1)

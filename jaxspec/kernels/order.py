@@ -19,61 +19,71 @@ from jaxtyping import Array, Bool
 
 from jaxspec.mesh import ROLLOUT_RULES, TENSOR, accelerated, on_each_member, shardings
 
-WHOLE = P()
-Sign = Bool[Array, ""]
+REPLICATED = P()
+ReadySignal = Bool[Array, ""]
 """True, once something is there."""
 
 
-def needed_on(mesh: Mesh) -> bool:
+def needs_ordering(mesh: Mesh) -> bool:
     """Whether a program for this mesh must keep the order by itself."""
     return mesh.size > 1 and not accelerated(mesh)
 
 
-def computed(leaf: Array, spec: P = WHOLE) -> Sign:
+def signal_ready(leaf: Array, spec: P = REPLICATED) -> ReadySignal:
     """A sign of `leaf`; where `spec` splits it over `tensor`, inside a `shard_map` that is manual
     over `data`."""
 
-    def here(part: Array) -> Sign:
+    def signal_shard(shard: Array) -> ReadySignal:
         # of an integer the compiler knows that it equals itself
-        value = part[(0,) * part.ndim].astype(np.float32)
+        value = shard[(0,) * shard.ndim].astype(np.float32)
         return (value == value) | (value != value)  # always; the compiler does not see it
 
     if TENSOR not in tuple(spec):
-        return here(leaf)
+        return signal_shard(leaf)
     # Each member looks at its own part, and finds what the others find.
-    peers = P(*(TENSOR if axis == TENSOR else None for axis in spec))
-    return on_each_member(here, peers, P())(leaf)
+    shard_spec = P(*(TENSOR if axis == TENSOR else None for axis in spec))
+    return on_each_member(signal_shard, shard_spec, P())(leaf)
 
 
-def all_computed(tree: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]]) -> Sign:
+def signal_all_ready(
+    tree: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]]
+) -> ReadySignal:
     """Returns a sign of all leaves of `tree`, which lie as generation reads them."""
 
-    def here(tree: Any) -> Sign:
-        return jnp.all(jnp.stack([computed(part) for part in jax.tree.leaves(tree) if part.size]))
+    def signal_local(tree: Any) -> ReadySignal:
+        return jnp.all(
+            jnp.stack([signal_ready(leaf) for leaf in jax.tree.leaves(tree) if leaf.size])
+        )
 
     layout = shardings(mesh, tree, axes, ROLLOUT_RULES)
     specs = jax.tree.map(lambda sharding: sharding.spec, layout)
-    return jax.shard_map(here, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)(tree)
+    return jax.shard_map(
+        signal_local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
+    )(tree)
 
 
-def after(value: Array, signs: list[Sign]) -> Array:
-    """The value with a data dependency on `signs`: what is made of it, collectives included, starts
-    only when the arrays that these were computed of exist."""
-    return jnp.where(jnp.all(jnp.stack(signs)), value, jnp.zeros_like(value)) if signs else value
+def order_after(value: Array, signals: list[ReadySignal]) -> Array:
+    """The value with a data dependency on `signals`: what is made of it, collectives included,
+    starts only when the arrays that these were computed of exist."""
+    return (
+        jnp.where(jnp.all(jnp.stack(signals)), value, jnp.zeros_like(value)) if signals else value
+    )
 
 
 @jax.custom_vjp
-def sequence(early: tuple[Array, ...], late: Array) -> tuple[tuple[Array, ...], Array]:
+def enforce_order(early: tuple[Array, ...], late: Array) -> tuple[tuple[Array, ...], Array]:
     """All as they are: whatever is made of `late` comes after `early`, and in the backward pass the
     other way round."""
-    return early, after(late, list(map(computed, early)))
+    return early, order_after(late, list(map(signal_ready, early)))
 
 
-def _backwards(
+def _enforce_order_backward(
     _: None, cotangents: tuple[tuple[Array, ...], Array]
 ) -> tuple[tuple[Array, ...], Array]:
     early, late = cotangents
-    return tuple(after(each, [computed(late)]) for each in early), late
+    return tuple(order_after(value, [signal_ready(late)]) for value in early), late
 
 
-sequence.defvjp(lambda early, late: (sequence(early, late), None), _backwards)
+enforce_order.defvjp(
+    lambda early, late: (enforce_order(early, late), None), _enforce_order_backward
+)

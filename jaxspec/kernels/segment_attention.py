@@ -30,7 +30,7 @@ Larger blocks multiply faster, and smaller ones compute fewer scores that no que
 """
 
 
-class _Tiles(NamedTuple):
+class _QueryTiles(NamedTuple):
     """Blocks of queries, over which a scan goes; inside it, one block, without the axis C.
 
     Queries stand in the last axis, so that sums and maxima over keys are sums of whole vectors.
@@ -40,9 +40,9 @@ class _Tiles(NamedTuple):
     """A block's columns q are the R heads that share keys, and for each its BLOCK positions."""
     first: Int[Array, "C q"]
     last: Int[Array, "C q"]
-    start: Int[Array, " C"]
+    start_block: Int[Array, " C"]
     """The first block of keys that a query of this block sees."""
-    stop: Int[Array, " C"]
+    stop_block: Int[Array, " C"]
     """The block after the last such one; not above `start` if the queries see nothing."""
 
 
@@ -65,11 +65,11 @@ def attend_segments(
       first: the first position that each query sees, where its text starts; it does not fall along
         T and is not beyond the query's own.
     """
-    implementation = tokamax_attention.available(query, key)
+    implementation = tokamax_attention.choose_implementation(query, key)
     if implementation is not None:
         return tokamax_attention.attend_causal(query, key, value, first, implementation)
-    own = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=first.dtype), first.shape)
-    return attend_visible(query, key, value, first, own)[0]
+    positions = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=first.dtype), first.shape)
+    return attend_visible(query, key, value, first, positions)[0]
 
 
 def attend_visible(
@@ -98,11 +98,11 @@ def attend_visible(
       The attended values, and the log-sum-exp of the scaled scores in at least float32. They are
       0 and -inf for a query that sees nothing, whose cotangents are ignored.
     """
-    return _attend(query, key, value, first, last)
+    return _attend_visible(query, key, value, first, last)
 
 
 @jax.custom_vjp
-def _attend(
+def _attend_visible(
     query: Array,
     key: Array,
     value: Array,
@@ -121,29 +121,39 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     """The results, and what the backward pass needs."""
     batch, length, heads, _ = query.shape
-    kv_heads, wide = key.shape[2], _wide(query)
-    keys, values = _key_blocks(key), _key_blocks(value)
+    kv_heads, accum_dtype = key.shape[2], _accum_dtype(query)
+    keys, values = _to_key_blocks(key), _to_key_blocks(value)
 
-    def attend_block(_: None, tiles: _Tiles) -> tuple[None, tuple[Array, Array]]:
-        def add(index: Array, before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            largest, total, weighted = before
-            scores = _masked_scores(tiles, _block(keys, index), index)
-            raised = jnp.maximum(largest, jnp.max(scores, axis=1))
-            base = jnp.where(raised == -jnp.inf, 0, raised)  # -inf less -inf is NaN
-            weights, rescale = jnp.exp(scores - base[:, None]), jnp.exp(largest - base)
-            added = _dot("MsH,Msq->MHq", _block(values, index), weights.astype(query.dtype))
-            total = total * rescale + jnp.sum(weights, axis=1)
-            return raised, total, weighted * rescale[:, None] + added
+    def attend_block(_: None, tiles: _QueryTiles) -> tuple[None, tuple[Array, Array]]:
+        def add_block(
+            index: Array, state: tuple[Array, Array, Array]
+        ) -> tuple[Array, Array, Array]:
+            max_score, weight_sum, weighted_values = state
+            scores = _mask_scores(tiles, _take_block(keys, index), index)
+            new_max = jnp.maximum(max_score, jnp.max(scores, axis=1))
+            base = jnp.where(new_max == -jnp.inf, 0, new_max)  # -inf less -inf is NaN
+            weights, rescale = jnp.exp(scores - base[:, None]), jnp.exp(max_score - base)
+            products = _accum_einsum(
+                "MsH,Msq->MHq", _take_block(values, index), weights.astype(query.dtype)
+            )
+            weight_sum = weight_sum * rescale + jnp.sum(weights, axis=1)
+            return new_max, weight_sum, weighted_values * rescale[:, None] + products
 
         columns = tiles.query.shape[-1]
-        unseen = jnp.full((kv_heads, columns), -jnp.inf, wide)
-        nothing = unseen, jnp.zeros_like(unseen), jnp.zeros(tiles.query.shape, wide)
-        largest, total, weighted = lax.fori_loop(tiles.start, tiles.stop, add, nothing)
-        divisor = jnp.where(total == 0, 1, total)
-        attended = (weighted / divisor[:, None]).astype(query.dtype)
-        return None, (attended, largest + jnp.log(divisor))
+        initial_max = jnp.full((kv_heads, columns), -jnp.inf, accum_dtype)
+        initial = (
+            initial_max,
+            jnp.zeros_like(initial_max),
+            jnp.zeros(tiles.query.shape, accum_dtype),
+        )
+        max_score, weight_sum, weighted_values = lax.fori_loop(
+            tiles.start_block, tiles.stop_block, add_block, initial
+        )
+        divisor = jnp.where(weight_sum == 0, 1, weight_sum)
+        attended = (weighted_values / divisor[:, None]).astype(query.dtype)
+        return None, (attended, max_score + jnp.log(divisor))
 
-    _, (attended, log_sum) = lax.scan(attend_block, None, _tiles(query, key, first, last))
+    _, (attended, log_sum) = lax.scan(attend_block, None, _make_tiles(query, key, first, last))
     output = _from_tiles(attended, batch, length, heads)
     log_sum = _from_tiles(log_sum[:, :, None], batch, length, heads)[..., 0]
     return (output, log_sum), (query, key, value, output, log_sum, first, last)
@@ -160,110 +170,118 @@ def _backward(
     """
     query, key, value, output, log_sum, first, last = residuals
     batch, length, heads, size = query.shape
-    kv_heads, wide = key.shape[2], _wide(query)
-    keys, values = _key_blocks(key), _key_blocks(value)
-    scale = np.asarray(size**-0.5, wide)
+    kv_heads, accum_dtype = key.shape[2], _accum_dtype(query)
+    keys, values = _to_key_blocks(key), _to_key_blocks(value)
+    scale = np.asarray(size**-0.5, accum_dtype)
     # The gradient of a caller's merge with -inf may be NaN, and 0 x NaN would reach all keys.
-    sees = (first <= last)[..., None]
-    d_output = jnp.where(sees[..., None], cotangents[0], 0)
-    delta = jnp.sum(d_output.astype(wide) * output.astype(wide), axis=-1)
-    shift = jnp.where(sees, cotangents[1], 0) - delta
-    base = jnp.where(sees, log_sum, 0)
+    has_visible = (first <= last)[..., None]
+    d_output = jnp.where(has_visible[..., None], cotangents[0], 0)
+    delta = jnp.sum(d_output.astype(accum_dtype) * output.astype(accum_dtype), axis=-1)
+    shift = jnp.where(has_visible, cotangents[1], 0) - delta
+    base = jnp.where(has_visible, log_sum, 0)
     to_tiles = functools.partial(_to_tiles, kv_heads=kv_heads)
 
     def differentiate_block(
         sums: tuple[Array, Array],
-        inputs: tuple[_Tiles, Array, Array, Array],
+        inputs: tuple[_QueryTiles, Array, Array, Array],
     ) -> tuple[tuple[Array, Array], Array]:
         tiles, d_attended, base, shift = inputs
 
-        def add(index: Array, before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            d_query, d_keys, d_values = before
-            key_block = _block(keys, index)
-            weights = jnp.exp(_masked_scores(tiles, key_block, index) - base)
-            d_weights = _dot("MsH,MHq->Msq", _block(values, index), d_attended)
+        def add_gradients(
+            index: Array, gradients: tuple[Array, Array, Array]
+        ) -> tuple[Array, Array, Array]:
+            d_query, d_keys, d_values = gradients
+            key_block = _take_block(keys, index)
+            weights = jnp.exp(_mask_scores(tiles, key_block, index) - base)
+            d_weights = _accum_einsum("MsH,MHq->Msq", _take_block(values, index), d_attended)
             d_scores = (weights * (d_weights + shift) * scale).astype(query.dtype)
-            d_key_block = _dot("Msq,MHq->MsH", d_scores, tiles.query)
-            d_value_block = _dot("Msq,MHq->MsH", weights.astype(query.dtype), d_attended)
-            d_query = d_query + _dot("MsH,Msq->MHq", key_block, d_scores)
-            return d_query, _add(d_keys, index, d_key_block), _add(d_values, index, d_value_block)
+            d_key_block = _accum_einsum("Msq,MHq->MsH", d_scores, tiles.query)
+            d_value_block = _accum_einsum("Msq,MHq->MsH", weights.astype(query.dtype), d_attended)
+            d_query = d_query + _accum_einsum("MsH,Msq->MHq", key_block, d_scores)
+            return (
+                d_query,
+                _add_to_block(d_keys, index, d_key_block),
+                _add_to_block(d_values, index, d_value_block),
+            )
 
-        nothing = jnp.zeros(tiles.query.shape, wide)
-        d_query, *sums_now = lax.fori_loop(tiles.start, tiles.stop, add, (nothing, *sums))
-        return (sums_now[0], sums_now[1]), d_query.astype(query.dtype)
+        zeros = jnp.zeros(tiles.query.shape, accum_dtype)
+        d_query, *new_sums = lax.fori_loop(
+            tiles.start_block, tiles.stop_block, add_gradients, (zeros, *sums)
+        )
+        return (new_sums[0], new_sums[1]), d_query.astype(query.dtype)
 
-    tiles = _tiles(query, key, first, last)
+    tiles = _make_tiles(query, key, first, last)
     inputs = tiles, to_tiles(d_output), to_tiles(base[..., None]), to_tiles(shift[..., None])
-    nothing = jnp.zeros(keys.shape, wide)
-    sums, d_query = lax.scan(differentiate_block, (nothing, nothing), inputs)
+    zeros = jnp.zeros(keys.shape, accum_dtype)
+    sums, d_query = lax.scan(differentiate_block, (zeros, zeros), inputs)
     d_key, d_value = (_from_key_blocks(leaf, *key.shape[:2]).astype(key.dtype) for leaf in sums)
     return _from_tiles(d_query, batch, length, heads), d_key, d_value, None, None
 
 
-_attend.defvjp(_forward, _backward)
+_attend_visible.defvjp(_forward, _backward)
 
 
-def _wide(array: Array) -> np.dtype:
+def _accum_dtype(array: Array) -> np.dtype:
     """The type of scores and sums."""
     return np.promote_types(array.dtype, np.float32)
 
 
-def _dot(subscripts: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(subscripts, left, right, preferred_element_type=_wide(left))
+def _accum_einsum(subscripts: str, lhs: Array, rhs: Array) -> Array:
+    return jnp.einsum(subscripts, lhs, rhs, preferred_element_type=_accum_dtype(lhs))
 
 
-def _masked_scores(
-    tiles: _Tiles,
+def _mask_scores(
+    tiles: _QueryTiles,
     key_block: Float[Array, "M s H"],
     index: Array,
 ) -> Float[Array, "M s q"]:
     """Scaled scores of a block of keys; -inf where a query does not see a key."""
-    scores = _dot("MsH,MHq->Msq", key_block, tiles.query)
+    scores = _accum_einsum("MsH,MHq->Msq", key_block, tiles.query)
     scores = scores * np.asarray(key_block.shape[-1] ** -0.5, scores.dtype)
     positions = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[:, None]
     return jnp.where((positions >= tiles.first) & (positions <= tiles.last), scores, -jnp.inf)
 
 
-def _block(blocks: Float[Array, "c M s H"], index: Array) -> Float[Array, "M s H"]:
+def _take_block(blocks: Float[Array, "c M s H"], index: Array) -> Float[Array, "M s H"]:
     return lax.dynamic_index_in_dim(blocks, index, keepdims=False)
 
 
-def _add(
+def _add_to_block(
     blocks: Float[Array, "c M s H"],
     index: Array,
-    added: Float[Array, "M s H"],
+    update: Float[Array, "M s H"],
 ) -> Float[Array, "c M s H"]:
     """Adds to one block; inside a loop, XLA does so in place."""
-    return lax.dynamic_update_index_in_dim(blocks, _block(blocks, index) + added, index, 0)
+    return lax.dynamic_update_index_in_dim(blocks, _take_block(blocks, index) + update, index, 0)
 
 
-def _tiles(
+def _make_tiles(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S M H"],
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
-) -> _Tiles:
+) -> _QueryTiles:
     _, length, heads, _ = query.shape
     batch, key_length, kv_heads, _ = key.shape
     padding = -length % BLOCK
     # The rows' blocks of keys stand one after the other, and positions are counted through them.
-    by_row = key_length + -key_length % BLOCK
-    before = jnp.arange(batch, dtype=jnp.int32)[:, None] * by_row
-    end = batch * by_row
+    row_length = key_length + -key_length % BLOCK
+    row_offsets = jnp.arange(batch, dtype=jnp.int32)[:, None] * row_length
+    end_position = batch * row_length
 
-    def blocked(positions: Array, blind: int) -> Array:
-        moved = positions.astype(jnp.int32) + before
-        return jnp.pad(moved, ((0, 0), (0, padding)), constant_values=blind).reshape(-1, BLOCK)
+    def to_blocks(positions: Array, fill: int) -> Array:
+        shifted = positions.astype(jnp.int32) + row_offsets
+        return jnp.pad(shifted, ((0, 0), (0, padding)), constant_values=fill).reshape(-1, BLOCK)
 
     # Queries of the padding see nothing.
-    first, last = blocked(first, end), blocked(last, -1)
-    sees = first <= last
-    start = jnp.min(jnp.where(sees, first, end), axis=1) // BLOCK
-    stop = jnp.max(jnp.where(sees, last, -1), axis=1) // BLOCK + 1
+    first, last = to_blocks(first, end_position), to_blocks(last, -1)
+    has_visible = first <= last
+    start_block = jnp.min(jnp.where(has_visible, first, end_position), axis=1) // BLOCK
+    stop_block = jnp.max(jnp.where(has_visible, last, -1), axis=1) // BLOCK + 1
     # Repeated for the heads here: a repeat inside the loops kept the mask from being vectorised,
     # and took half of all time.
     first, last = (jnp.tile(leaf, (1, heads // kv_heads)) for leaf in (first, last))
-    return _Tiles(_to_tiles(query, kv_heads), first, last, start, stop)
+    return _QueryTiles(_to_tiles(query, kv_heads), first, last, start_block, stop_block)
 
 
 def _to_tiles(array: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "C M H q"]:
@@ -285,7 +303,7 @@ def _from_tiles(
     return by_head.transpose(0, 4, 1, 3, 2).reshape(batch, -1, heads, size)[:, :length]
 
 
-def _key_blocks(array: Float[Array, "B T M H"]) -> Float[Array, "c M s H"]:
+def _to_key_blocks(array: Float[Array, "B T M H"]) -> Float[Array, "c M s H"]:
     """Blocks of keys or values of all rows; each row is padded with 0."""
     _, length, kv_heads, size = array.shape
     padded = jnp.pad(array, ((0, 0), (0, -length % BLOCK), (0, 0), (0, 0)))

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec.mesh import TENSOR, gpus_in_scope, kind_in_scope, on_each_member
 
 MOSAIC, TRITON = "mosaic_gpu", "triton"
-LARGEST_HEAD = 128
+MAX_HEAD_SIZE = 128
 """Larger heads do not fit the shared memory of the backward kernel on Blackwell (from 256 on)."""
-LONGEST_TRITON = 24576
+MAX_TRITON_LENGTH = 24576
 """Positions up to which Triton's kernels are taken, more than a micro-batch has: their backward
 pass reads a mask of all pairs (here 576 MiB)."""
 
@@ -36,18 +36,18 @@ class _Tokamax(NamedTuple):
 
 
 @functools.cache
-def _tokamax() -> _Tokamax | None:
+def _import_tokamax() -> _Tokamax | None:
     """None where it is not installed. It is imported when first wanted: that takes seconds, and on
     a CPU nobody needs it."""
     try:
         from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        told = (
+        message = (
             "the learner's attention runs in plain JAX, without GPU kernels: those of tokamax,"
             " which the extras cuda12 and cuda13"
         )
         warnings.warn(
-            f"{told} bring where Python is 3.12 or newer, cannot be imported ({error})",
+            f"{message} bring where Python is 3.12 or newer, cannot be imported ({error})",
             stacklevel=2,
         )
         return None
@@ -59,16 +59,18 @@ def _tokamax() -> _Tokamax | None:
     return _Tokamax(api.IMPLEMENTATIONS, base.Mask)
 
 
-def available(query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]) -> str | None:
+def choose_implementation(
+    query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]
+) -> str | None:
     """The kernels that attend on the GPUs of the mesh in scope; None: none do."""
     if not gpus_in_scope():
         return None
     mesh = jax.sharding.get_abstract_mesh()
     # Neither is split by itself: other axes than `tensor` must be manual here, and a head's queries
     # stay with its keys.
-    split = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
-    whole = split.keys() <= {TENSOR} and key.shape[2] % split.get(TENSOR, 1) == 0
-    if not whole or query.dtype != jnp.bfloat16 or query.shape[-1] > LARGEST_HEAD:
+    split_axes = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+    splits_by_head = split_axes.keys() <= {TENSOR} and key.shape[2] % split_axes.get(TENSOR, 1) == 0
+    if not splits_by_head or query.dtype != jnp.bfloat16 or query.shape[-1] > MAX_HEAD_SIZE:
         return None
     # Kernels are written for a generation, and tokamax asks the default device for its own.
     default = backend.get_default_device()
@@ -76,15 +78,15 @@ def available(query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]) -> s
         return None
     capability = float(default.compute_capability)
     if 9 <= capability < 11:
-        wanted = MOSAIC
+        implementation = MOSAIC
     # On Ampere, Ada and the small Blackwell cards Mosaic's kernels have no backward pass; before
     # them, there is no bfloat16.
-    elif capability >= 8 and query.shape[1] <= LONGEST_TRITON:
-        wanted = TRITON
+    elif capability >= 8 and query.shape[1] <= MAX_TRITON_LENGTH:
+        implementation = TRITON
     else:
         return None
-    tokamax = _tokamax()
-    return wanted if tokamax and wanted in tokamax.implementations else None
+    tokamax = _import_tokamax()
+    return implementation if tokamax and implementation in tokamax.implementations else None
 
 
 def attend_causal(
@@ -99,12 +101,12 @@ def attend_causal(
 
     Gradients pass through it; a log-sum-exp would come without one, so it is not offered.
     """
-    tokamax = _tokamax()
+    tokamax = _import_tokamax()
     assert tokamax is not None, "whoever names an implementation has found it"
 
-    def run(query: Array, key: Array, value: Array, first: Array) -> Array:
+    def run_kernel(query: Array, key: Array, value: Array, first: Array) -> Array:
         mask = tokamax.mask(k_start=first[:, None], is_causal=True)
         return tokamax.implementations[implementation](query, key, value, mask=mask)
 
     by_head = P(None, None, TENSOR)
-    return on_each_member(run, (by_head,) * 3 + (P(),), by_head)(query, key, value, first)
+    return on_each_member(run_kernel, (by_head,) * 3 + (P(),), by_head)(query, key, value, first)

@@ -1,7 +1,8 @@
 """Keys and values of earlier positions, numbered by position in the text, so that a rejected token
 is simply overwritten by the next block.
 
-A `Layout` says where the positions of a row lie. There are two: `contiguous.py` and `paged.py`.
+A `CacheLayout` says where the positions of a row lie. There are two: `contiguous.py` and
+`paged.py`.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.kernels.key_chunks import split
+from jaxspec.kernels.key_chunks import split_heads
 from jaxspec.state import Tree, pytree
 
 LayerIndex = int | Int[Array, ""]
@@ -21,47 +22,48 @@ LayerIndex = int | Int[Array, ""]
 stacked and scanned."""
 
 
-class Seat(NamedTuple):
+class PromptCopy(NamedTuple):
     """Where the entries of a prompt go when a row of its group gets a slot."""
 
     slot: Int[Array, ""]
     prompt: Int[Array, ""]
-    to: Int[Array, " n"]
+    destination_pages: Int[Array, " n"]
     """Pages that the row writes to, and which begin as copies; beyond the pool: no page."""
-    source: Int[Array, " n"]
+    source_pages: Int[Array, " n"]
     """The prompt's pages that they are copies of."""
 
 
-class Places(NamedTuple):
+class CacheAddresses(NamedTuple):
     """Where the positions of a block lie, in every layer alike."""
 
     pages: Int[Array, "B T"] | None
     """None: row b has page b."""
-    inside: Int[Array, "B T"]
+    offsets: Int[Array, "B T"]
     """Positions in these pages."""
 
 
-class Layout(NamedTuple):
+class CacheLayout(NamedTuple):
     """A cache as pure functions over its arrays.
 
-    locate(cache, positions) -> the places of each row's own positions; what lies beyond a row has
-      none
-    read(cache, layer, first, count) -> keys [B M n H s] and values [B m M t H] of some
+    locate_positions(cache, positions) -> the places of each row's own positions; what lies
+      beyond a row has none
+    read_positions(cache, layer, first, count) -> keys [B M n H s] and values [B m M t H] of some
       n x s = m x t of each row's positions, and the numbers of these. `first` is a multiple of
       `count`, and that one of the positions that only come together; where fewer are left at the
       end of a row, positions before `first` come along
-    attend(grouped queries, cache, layer, visible) -> attention that is not yet normalised
-    seat(cache, seat, prompts) -> cache with a prompt's entries where a row of its group begins
-    take(cache, rows) -> the cache of some of the rows
-    put(cache, rows, some) -> the cache with these rows put back
+    attend(grouped queries, cache, layer, mask) -> attention that is not yet normalised
+    copy_prompt(cache, copy, prompts) -> cache with a prompt's entries where a row of its
+      group begins
+    take_rows(cache, rows) -> the cache of some of the rows
+    write_rows(cache, rows, row_cache) -> the cache with these rows put back
     """
 
-    locate: Callable[["KVCache", Int[Array, "B T"]], Places]
-    read: Callable[..., tuple[Array, Array, Int[Array, " C"]]]
+    locate_positions: Callable[["KVCache", Int[Array, "B T"]], CacheAddresses]
+    read_positions: Callable[..., tuple[Array, Array, Int[Array, " C"]]]
     attend: Callable[..., Any]
-    seat: Callable[["KVCache", Seat, "KVCache"], "KVCache"]
-    take: Callable[["KVCache", Int[Array, " b"]], "KVCache"]
-    put: Callable[["KVCache", Int[Array, " b"], "KVCache"], "KVCache"]
+    copy_prompt: Callable[["KVCache", PromptCopy, "KVCache"], "KVCache"]
+    take_rows: Callable[["KVCache", Int[Array, " b"]], "KVCache"]
+    write_rows: Callable[["KVCache", Int[Array, " b"], "KVCache"], "KVCache"]
 
 
 @pytree
@@ -76,27 +78,27 @@ class KVCache(Tree):
     """The same as [P M s H], of the s = C*w positions of a page."""
     table: Int[Array, "B N"]
     """The pages of each row, in order of its positions; of no row where pages are not in use."""
-    layout: Layout = dataclasses.field(metadata={"static": True})
+    layout: CacheLayout = dataclasses.field(metadata={"static": True})
 
     @property
-    def _shape(self) -> tuple[int, ...]:
+    def _values_shape(self) -> tuple[int, ...]:
         """Of values, also where the tree holds shapes instead of arrays."""
         return jax.tree.leaves(self.values)[0].shape
 
     @property
     def page_size(self) -> int:
         """Positions of a page."""
-        return self._shape[-2]
+        return self._values_shape[-2]
 
     @property
-    def pages(self) -> int:
+    def page_count(self) -> int:
         """How many there are."""
-        return self._shape[-4]
+        return self._values_shape[-4]
 
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
-        return self._shape[-3]
+        return self._values_shape[-3]
 
 
 def no_table() -> Int[Array, "B N"]:
@@ -104,32 +106,32 @@ def no_table() -> Int[Array, "B N"]:
     return jnp.zeros((0, 0), jnp.int32)
 
 
-def locate(cache: KVCache, positions: Int[Array, "B T"]) -> Places:
+def locate_block(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
     """Returns where a block is written, for all layers of a pass; positions beyond a row are
     dropped."""
     # XLA makes a slice update of a single write, repeats it for who reads the cache, and copies it
     # in between
     if positions.size == 1:
-        beyond = jnp.full_like(positions, jnp.iinfo(positions.dtype).max)
-        positions = jnp.concatenate([positions, beyond], axis=1)
-    return cache.layout.locate(cache, positions)
+        dropped = jnp.full_like(positions, jnp.iinfo(positions.dtype).max)
+        positions = jnp.concatenate([positions, dropped], axis=1)
+    return cache.layout.locate_positions(cache, positions)
 
 
-def extend(
+def write_block(
     cache: KVCache,
     layer: LayerIndex,
-    places: Places,
+    addresses: CacheAddresses,
     keys: Float[Array, "B T M H"],
     values: Float[Array, "B T M H"],
 ) -> KVCache:
-    """Writes keys and values of a block where `locate` says, in place inside a loop.
+    """Writes keys and values of a block where `locate_block` says, in place inside a loop.
 
     A key is stored as NaN where it or its value is not finite, so that every query that may attend
     to it fails; such a value is stored as 0, because masked weights are 0 and 0 x NaN is NaN: a
     token that is drafted and rejected cannot harm those before it.
     """
-    pages, inside = places
-    if keys.shape[1] < inside.shape[1]:
+    pages, offsets = addresses
+    if keys.shape[1] < offsets.shape[1]:
         keys, values = (jnp.concatenate([leaf, leaf], axis=1) for leaf in (keys, values))
     finite = jnp.isfinite(values)
     keys = jnp.where(finite & jnp.isfinite(keys), keys, jnp.nan)
@@ -138,58 +140,61 @@ def extend(
 
     def write_keys(pool: Array, layer: LayerIndex) -> Array:
         # a position before the text lies in no lane
-        places = {3: lax.div(inside, jnp.int32(width)), 5: lax.rem(inside, jnp.int32(width))}
-        by_head = split(pool, cache.kv_heads)
-        return scattered(by_head, layer, pages, places, keys).reshape(pool.shape)
+        axis_indices = {
+            3: lax.div(offsets, jnp.int32(width)),
+            5: lax.rem(offsets, jnp.int32(width)),
+        }
+        by_head = split_heads(pool, cache.kv_heads)
+        return scatter_block(by_head, layer, pages, axis_indices, keys).reshape(pool.shape)
 
     def write_values(pool: Array, layer: LayerIndex) -> Array:
-        return scattered(pool, layer, pages, {3: inside}, values)
+        return scatter_block(pool, layer, pages, {3: offsets}, values)
 
     return cache.replace(
-        keys=of_layer(cache.keys, layer, write_keys),
-        values=of_layer(cache.values, layer, write_values),
+        keys=update_layer(cache.keys, layer, write_keys),
+        values=update_layer(cache.values, layer, write_values),
     )
 
 
-def scattered(
+def scatter_block(
     pool: Array,
     layer: LayerIndex,
     pages: Int[Array, "B T"] | None,
-    places: dict[int, Int[Array, "B T"]],
-    fresh: Float[Array, "B T M H"],
+    axis_indices: dict[int, Int[Array, "B T"]],
+    block: Float[Array, "B T M H"],
 ) -> Array:
     """Writes a block to places of [L P ...] that are given by axis; `pages` None: row b has page b.
     A scatter with batching dimensions needs no collective when rows are sharded."""
     by_axis = {
-        0: jnp.zeros_like(places[max(places)]) + layer,
+        0: jnp.zeros_like(axis_indices[max(axis_indices)]) + layer,
         **({} if pages is None else {1: pages}),
-        **places,
+        **axis_indices,
     }
     axes = tuple(by_axis)
-    batched: dict[str, Any] = (
+    batch_dims: dict[str, Any] = (
         {"operand_batching_dims": (1,), "scatter_indices_batching_dims": (0,)}
         if pages is None
         else {}
     )
-    numbers = lax.ScatterDimensionNumbers(
+    dimension_numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2, 3),
         inserted_window_dims=axes,
         scatter_dims_to_operand_dims=axes,
-        **batched,
+        **batch_dims,
     )
-    where, mode = jnp.stack(list(by_axis.values()), axis=-1), lax.GatherScatterMode.FILL_OR_DROP
+    indices, mode = jnp.stack(list(by_axis.values()), axis=-1), lax.GatherScatterMode.FILL_OR_DROP
     return lax.scatter(
         pool,
-        where,
-        fresh,
-        numbers,
+        indices,
+        block,
+        dimension_numbers,
         unique_indices=True,
         indices_are_sorted=pages is None,
         mode=mode,
     )
 
 
-def consecutive(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
+def position_range(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
     """`count` positions from the first on."""
     return first + jnp.arange(count, dtype=jnp.int32)
 
@@ -197,15 +202,17 @@ def consecutive(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
 # ---- layers
 
 
-def of_layer(arrays: Any, layer: LayerIndex, change: Callable[[Array, LayerIndex], Array]) -> Any:
+def update_layer(
+    arrays: Any, layer: LayerIndex, update: Callable[[Array, LayerIndex], Array]
+) -> Any:
     """All layers' arrays with one of them changed."""
     if not isinstance(arrays, tuple):
-        return change(arrays, layer)
+        return update(arrays, layer)
     assert isinstance(layer, int), "layers that have arrays of their own are not scanned"
-    return (*arrays[:layer], change(arrays[layer][None], 0)[0], *arrays[layer + 1 :])
+    return (*arrays[:layer], update(arrays[layer][None], 0)[0], *arrays[layer + 1 :])
 
 
-def by_layer(cache: KVCache) -> list[KVCache]:
+def split_layers(cache: KVCache) -> list[KVCache]:
     """A cache for each layer, whose place in it is 0."""
     return [
         cache.replace(keys=(keys,), values=(values,))
@@ -213,7 +220,7 @@ def by_layer(cache: KVCache) -> list[KVCache]:
     ]
 
 
-def of_layers(caches: list[KVCache]) -> KVCache:
+def join_layers(caches: list[KVCache]) -> KVCache:
     """The cache that they are parts of."""
     return caches[0].replace(
         keys=sum((cache.keys for cache in caches), ()),
@@ -225,11 +232,11 @@ def map_layers(function: Any, *pools: Any) -> Any:
     """Maps the arrays of all layers; `function` gets, before them, how many axes stand before the
     pages."""
     if isinstance(pools[0], tuple):
-        return tuple(function(0, *layer) for layer in zip(*pools, strict=True))
+        return tuple(function(0, *layer_pools) for layer_pools in zip(*pools, strict=True))
     return function(1, *pools)
 
 
-def map_both(function: Any, *caches: KVCache) -> KVCache:
+def map_keys_values(function: Any, *caches: KVCache) -> KVCache:
     """Maps keys, and values, of all layers; the rest is that of the first cache."""
     return caches[0].replace(
         keys=map_layers(function, *(cache.keys for cache in caches)),
@@ -237,7 +244,9 @@ def map_both(function: Any, *caches: KVCache) -> KVCache:
     )
 
 
-def zeros_like(cache: KVCache, pages: int, chunks: int, width: int, layout: Layout) -> KVCache:
+def empty_cache_like(
+    cache: KVCache, pages: int, chunks: int, width: int, layout: CacheLayout
+) -> KVCache:
     """Zeros for the same layers and heads in other pages, which are not in use."""
     heads, size = cache.kv_heads, cache.values[0].shape[-1]
     keys, values = (pages, heads * chunks, size, width), (pages, heads, chunks * width, size)

@@ -7,20 +7,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.kernels.key_chunks import chunks_of, rechunked, split
-from jaxspec.kernels.visible import Visible
-from jaxspec.models.attention import Part, in_blocks
+from jaxspec.kernels.key_chunks import choose_chunks, rechunk_keys, split_heads
+from jaxspec.kernels.visible import AttentionMask
+from jaxspec.models.attention import PartialAttention, attend_in_blocks
 from jaxspec.models.cache import (
+    CacheAddresses,
+    CacheLayout,
     KVCache,
     LayerIndex,
-    Layout,
-    Places,
-    Seat,
-    consecutive,
-    map_both,
+    PromptCopy,
+    empty_cache_like,
+    map_keys_values,
     map_layers,
     no_table,
-    zeros_like,
+    position_range,
 )
 
 
@@ -56,106 +56,121 @@ def empty_rows(cache: KVCache, rows: int, positions: int, chunk: int = 0) -> KVC
     is faster; 0: in one."""
     pool = cache.values[0]
     layer_bytes = rows * cache.kv_heads * positions * pool.shape[-1] * pool.dtype.itemsize
-    chunks = chunks_of(positions, layer_bytes, chunk)
-    return zeros_like(cache, rows, chunks.number, chunks.width, CONTIGUOUS)
+    chunks = choose_chunks(positions, layer_bytes, chunk)
+    return empty_cache_like(cache, rows, chunks.chunk_count, chunks.width, CONTIGUOUS)
 
 
-def rows_of(prompts: KVCache, times: int, positions: int, chunk: int = 0) -> KVCache:
-    """A row as of `empty_rows` for each of the `times` rows of a group, with a copy of its prompt's
-    entries."""
-    heads = prompts.kv_heads
-    rows = empty_rows(prompts, times * prompts.pages, positions, chunk)
+def expand_prompts(prompts: KVCache, group_size: int, positions: int, chunk: int = 0) -> KVCache:
+    """A row as of `empty_rows` for each of the `group_size` rows of a group, with a copy of its
+    prompt's entries."""
+    kv_heads = prompts.kv_heads
+    rows = empty_rows(prompts, group_size * prompts.page_count, positions, chunk)
 
-    def widened(lead: int, pool: Array, wide: Array) -> Array:
-        narrow = jnp.repeat(pool, times, axis=lead)
+    def pad_rows(lead: int, pool: Array, target: Array) -> Array:
+        repeated = jnp.repeat(pool, group_size, axis=lead)
         return jnp.pad(
-            narrow,
-            [(0, most - least) for least, most in zip(narrow.shape, wide.shape, strict=True)],
+            repeated,
+            [
+                (0, target_size - source_size)
+                for source_size, target_size in zip(repeated.shape, target.shape, strict=True)
+            ],
         )
 
-    def keys(lead: int, pool: Array, wide: Array) -> Array:
-        chunks = rechunked(pool, wide.shape[-1])
-        return widened(lead, chunks, split(wide, heads)).reshape(wide.shape)
+    def pad_keys(lead: int, pool: Array, target: Array) -> Array:
+        chunks = rechunk_keys(pool, target.shape[-1])
+        return pad_rows(lead, chunks, split_heads(target, kv_heads)).reshape(target.shape)
 
     return rows.replace(
-        keys=map_layers(keys, prompts.keys, rows.keys),
-        values=map_layers(widened, prompts.values, rows.values),
+        keys=map_layers(pad_keys, prompts.keys, rows.keys),
+        values=map_layers(pad_rows, prompts.values, rows.values),
     )
 
 
-def unit(cache: KVCache) -> int:
+def block_alignment(cache: KVCache) -> int:
     """Positions that only come together: those of one of several chunks."""
     width = cache.keys[0].shape[-1]
     return width if width < cache.page_size else 1
 
 
-def locate(cache: KVCache, positions: Int[Array, "B T"]) -> Places:
-    """See `Layout`; a table of one column names the row of each text."""
+def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
+    """See `CacheLayout`; a table of one column names the row of each text."""
     rows = jnp.broadcast_to(cache.table, positions.shape) if cache.table.size else None
-    return Places(rows, positions)
+    return CacheAddresses(rows, positions)
 
 
-def read(
+def read_positions(
     cache: KVCache, layer: LayerIndex, first: Int[Array, ""] | int, count: int
 ) -> tuple[Array, Array, Int[Array, " C"]]:
-    """See `Layout`."""
-    size, own = cache.page_size, unit(cache)
-    keys, values, start = split(cache.keys[layer], cache.kv_heads), cache.values[layer], 0
+    """See `CacheLayout`."""
+    size, alignment = cache.page_size, block_alignment(cache)
+    keys, values, first_position = (
+        split_heads(cache.keys[layer], cache.kv_heads),
+        cache.values[layer],
+        0,
+    )
     if count < size:
-        start = jnp.minimum(first, size - count)
+        first_position = jnp.minimum(first, size - count)
         axis = 4 if keys.shape[2] == 1 else 2
-        keys = lax.dynamic_slice_in_dim(keys, start // own, count // own, axis)
-        values = lax.dynamic_slice_in_dim(values, start, count, 2)
+        keys = lax.dynamic_slice_in_dim(keys, first_position // alignment, count // alignment, axis)
+        values = lax.dynamic_slice_in_dim(values, first_position, count, 2)
     if cache.table.size:
         rows = cache.table[:, 0]
         keys, values = (jnp.take(leaf, rows, axis=0, mode="clip") for leaf in (keys, values))
-    return keys, values[:, None], consecutive(start, count)
+    return keys, values[:, None], position_range(first_position, count)
 
 
 def attend(
-    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, visible: Visible
-) -> Part:
-    """See `Layout`."""
-    return in_blocks(grouped, partial(read, cache, layer), visible, cache.page_size, unit(cache))
+    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, mask: AttentionMask
+) -> PartialAttention:
+    """See `CacheLayout`."""
+    return attend_in_blocks(
+        grouped,
+        partial(read_positions, cache, layer),
+        mask,
+        cache.page_size,
+        block_alignment(cache),
+    )
 
 
-def seat(cache: KVCache, where: Seat, prompts: KVCache) -> KVCache:
+def copy_prompt(cache: KVCache, copy: PromptCopy, prompts: KVCache) -> KVCache:
     """Copies a prompt's entries to the beginning of a row; the keys of the rest of its last chunk
     become zeros, which nobody sees."""
-    row, prompt = where.slot, where.prompt
+    row, prompt = copy.slot, copy.prompt
 
-    def put_in(pool: Array, lead: int, source: Array) -> Array:
-        start = [jnp.zeros_like(row)] * pool.ndim
-        start[lead] = row
-        return lax.dynamic_update_slice(pool, source, start)
+    def write_row(pool: Array, lead: int, source: Array) -> Array:
+        indices = [jnp.zeros_like(row)] * pool.ndim
+        indices[lead] = row
+        return lax.dynamic_update_slice(pool, source, indices)
 
-    def keys(lead: int, pool: Array, source: Array) -> Array:
-        found = rechunked(lax.dynamic_index_in_dim(source, prompt, lead), pool.shape[-1])
-        return put_in(split(pool, cache.kv_heads), lead, found).reshape(pool.shape)
+    def copy_keys(lead: int, pool: Array, source: Array) -> Array:
+        chunks = rechunk_keys(lax.dynamic_index_in_dim(source, prompt, lead), pool.shape[-1])
+        return write_row(split_heads(pool, cache.kv_heads), lead, chunks).reshape(pool.shape)
 
-    def values(lead: int, pool: Array, source: Array) -> Array:
-        return put_in(pool, lead, lax.dynamic_index_in_dim(source, prompt, lead))
+    def copy_values(lead: int, pool: Array, source: Array) -> Array:
+        return write_row(pool, lead, lax.dynamic_index_in_dim(source, prompt, lead))
 
     return cache.replace(
-        keys=map_layers(keys, cache.keys, prompts.keys),
-        values=map_layers(values, cache.values, prompts.values),
+        keys=map_layers(copy_keys, cache.keys, prompts.keys),
+        values=map_layers(copy_values, cache.values, prompts.values),
     )
 
 
-def take(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
-    """See `Layout`."""
-    return map_both(lambda lead, pool: jnp.take(pool, rows, axis=lead), cache)
+def take_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
+    """See `CacheLayout`."""
+    return map_keys_values(lambda lead, pool: jnp.take(pool, rows, axis=lead), cache)
 
 
-def put(cache: KVCache, rows: Int[Array, " b"], some: KVCache) -> KVCache:
-    """See `Layout`."""
-    return map_both(
-        lambda lead, pool, part: pool.at[(slice(None),) * lead + (rows,)].set(
-            part, unique_indices=True
+def write_rows(cache: KVCache, rows: Int[Array, " b"], row_cache: KVCache) -> KVCache:
+    """See `CacheLayout`."""
+    return map_keys_values(
+        lambda lead, pool, row_pool: pool.at[(slice(None),) * lead + (rows,)].set(
+            row_pool, unique_indices=True
         ),
         cache,
-        some,
+        row_cache,
     )
 
 
-CONTIGUOUS = Layout(locate, read, attend, seat, take, put)
+CONTIGUOUS = CacheLayout(
+    locate_positions, read_positions, attend, copy_prompt, take_rows, write_rows
+)

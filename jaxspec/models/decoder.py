@@ -12,16 +12,30 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.segment_attention import attend_segments
-from jaxspec.kernels.visible import causal
+from jaxspec.kernels.visible import causal_mask
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, LayerIndex, by_layer, extend, locate, of_layers
+from jaxspec.models.cache import (
+    KVCache,
+    LayerIndex,
+    join_layers,
+    locate_block,
+    split_layers,
+    write_block,
+)
 from jaxspec.models.contiguous import empty_cache
-from jaxspec.models.layers import CastHead, dense, logits_of, product, rms_norm, swiglu
-from jaxspec.models.moe import Traffic, mixture
-from jaxspec.models.rope import RotaryTable, rotary_table, rotate
+from jaxspec.models.layers import (
+    CastHead,
+    apply_weight,
+    head_logits,
+    init_dense,
+    rms_norm,
+    swiglu,
+)
+from jaxspec.models.moe import Traffic, mixture_of_experts
+from jaxspec.models.rope import RotaryTable, rotary_table, rotate_heads
 
 
-class Forward(NamedTuple):
+class DecoderOutput(NamedTuple):
     """What one forward pass returns."""
 
     hidden: Float[Array, "B T D"]
@@ -68,34 +82,34 @@ class Layers(nnx.Module):
         # keeps the residual stream's variance independent of depth
         residual = (2 * depth / streams) ** -0.5
         self.attention_norm = nnx.Param(jnp.ones((depth, d), dtype))
-        self.query = dense(next(keys), (depth, d, n, h), d, dtype)
-        self.key = dense(next(keys), (depth, d, m, h), d, dtype)
-        self.value = dense(next(keys), (depth, d, m, h), d, dtype)
+        self.query = init_dense(next(keys), (depth, d, n, h), d, dtype)
+        self.key = init_dense(next(keys), (depth, d, m, h), d, dtype)
+        self.value = init_dense(next(keys), (depth, d, m, h), d, dtype)
         family = config.family
 
-        def optional(wanted: bool, fill: int, *shape: int) -> Any:  # flax marks what may be None
-            return nnx.data(nnx.Param(jnp.full((depth, *shape), fill, dtype)) if wanted else None)
+        def init_param(enabled: bool, fill: int, *shape: int) -> Any:  # flax marks what may be None
+            return nnx.data(nnx.Param(jnp.full((depth, *shape), fill, dtype)) if enabled else None)
 
-        self.query_norm = optional(family.query_key_norm, 1, h)
-        self.key_norm = optional(family.query_key_norm, 1, h)
-        self.query_bias = optional(family.attention_bias, 0, n, h)
-        self.key_bias = optional(family.attention_bias, 0, m, h)
-        self.value_bias = optional(family.attention_bias, 0, m, h)
-        self.output = dense(next(keys), (depth, n, h, d), n * h, dtype, residual)
-        self.output_bias = optional(family.output_bias, 0, d)
+        self.query_norm = init_param(family.query_key_norm, 1, h)
+        self.key_norm = init_param(family.query_key_norm, 1, h)
+        self.query_bias = init_param(family.attention_bias, 0, n, h)
+        self.key_bias = init_param(family.attention_bias, 0, m, h)
+        self.value_bias = init_param(family.attention_bias, 0, m, h)
+        self.output = init_dense(next(keys), (depth, n, h, d), n * h, dtype, residual)
+        self.output_bias = init_param(family.output_bias, 0, d)
         self.ffn_norm = nnx.Param(jnp.ones((depth, d), dtype))
         if family.experts:
             e = family.experts
-            self.router = dense(jax.random.fold_in(key, 7), (depth, d, e), d, dtype)
-            self.expert_gate = dense(next(keys), (depth, e, d, f), d, dtype)
-            self.expert_up = dense(next(keys), (depth, e, d, f), d, dtype)
-            self.expert_down = dense(next(keys), (depth, e, f, d), f, dtype, residual)
+            self.router = init_dense(jax.random.fold_in(key, 7), (depth, d, e), d, dtype)
+            self.expert_gate = init_dense(next(keys), (depth, e, d, f), d, dtype)
+            self.expert_up = init_dense(next(keys), (depth, e, d, f), d, dtype)
+            self.expert_down = init_dense(next(keys), (depth, e, f, d), f, dtype, residual)
         else:
-            self.gate = dense(next(keys), (depth, d, f), d, dtype)
-            self.up = dense(next(keys), (depth, d, f), d, dtype)
-            self.down = dense(next(keys), (depth, f, d), f, dtype, residual)
+            self.gate = init_dense(next(keys), (depth, d, f), d, dtype)
+            self.up = init_dense(next(keys), (depth, d, f), d, dtype)
+            self.down = init_dense(next(keys), (depth, f, d), f, dtype, residual)
 
-    def at(self, layer: int) -> "Layers":
+    def select_layer(self, layer: int) -> "Layers":
         """The weights of one layer."""
         return jax.tree.map(lambda leaf: leaf[layer], self)
 
@@ -106,15 +120,15 @@ def project_heads(
     """Rotated queries and keys, and values, of the normed input of one layer."""
     if layer.qkv is not None:
         return _project_fused(normed, layer.qkv, layer, table, eps)
-    query = _biased(product(normed, layer.query), layer.query_bias)
-    key = _biased(product(normed, layer.key), layer.key_bias)
+    query = _add_bias(apply_weight(normed, layer.query), layer.query_bias)
+    key = _add_bias(apply_weight(normed, layer.key), layer.key_bias)
     if layer.query_norm is not None and layer.key_norm is not None:
         query = rms_norm(query, layer.query_norm[...], eps)
         key = rms_norm(key, layer.key_norm[...], eps)
     return (
-        rotate(query, table),
-        rotate(key, table),
-        _biased(product(normed, layer.value), layer.value_bias),
+        rotate_heads(query, table),
+        rotate_heads(key, table),
+        _add_bias(apply_weight(normed, layer.value), layer.value_bias),
     )
 
 
@@ -126,18 +140,18 @@ def _project_fused(
     eps: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
     """Query, key and value by one product with the fused weights."""
-    heads = _biased(product(normed, weight), layer.qkv_bias)
-    turned, value = heads[:, :, :, :-1], heads[:, :, :, -1]
+    heads = _add_bias(apply_weight(normed, weight), layer.qkv_bias)
+    query_key, value = heads[:, :, :, :-1], heads[:, :, :, -1]
     if layer.qk_norm is not None:
-        turned = rms_norm(turned, layer.qk_norm[...], eps)
-    turned = rotate(turned.reshape(*turned.shape[:2], -1, turned.shape[-1]), table).reshape(
-        turned.shape
-    )
-    query, key = turned[:, :, :, :-1], turned[:, :, :, -1]
+        query_key = rms_norm(query_key, layer.qk_norm[...], eps)
+    query_key = rotate_heads(
+        query_key.reshape(*query_key.shape[:2], -1, query_key.shape[-1]), table
+    ).reshape(query_key.shape)
+    query, key = query_key[:, :, :, :-1], query_key[:, :, :, -1]
     return query.reshape(*query.shape[:2], -1, query.shape[-1]), key, value
 
 
-def _biased(heads: Float[Array, "B T *H"], bias: nnx.Variable | None) -> Float[Array, "B T *H"]:
+def _add_bias(heads: Float[Array, "B T *H"], bias: nnx.Variable | None) -> Float[Array, "B T *H"]:
     return heads if bias is None else heads + bias[...]
 
 
@@ -146,38 +160,38 @@ def finish_layer(
     attended: Float[Array, "B T N H"],
     layer: Layers,
     config: ModelSpec,
-    counted: Bool[Array, "B T"] | None = None,
+    traffic_mask: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Traffic | None]:
     """What follows attention in one layer: its output product and the feed-forward layer, each
     added to the stream.
 
-    Also returns the traffic of `counted` tokens to experts, if there are experts.
+    Also returns the traffic of the tokens in `traffic_mask` to experts, if there are experts.
     """
-    x = residual + _biased(product(attended, layer.output, 2), layer.output_bias)
+    x = residual + _add_bias(apply_weight(attended, layer.output, 2), layer.output_bias)
     normed, family = rms_norm(x, layer.ffn_norm[...], config.norm_eps), config.family
     if family.experts:
         experts = layer.expert_gate[...], layer.expert_up[...], layer.expert_down[...]
-        mixed, traffic = mixture(
+        expert_output, traffic = mixture_of_experts(
             normed,
             layer.router[...],
             experts,
             family.experts_per_token,
             family.normalize_experts,
             layer.place,
-            counted,
+            traffic_mask,
         )
-        return x + mixed, traffic
+        return x + expert_output, traffic
     if layer.gate_up is not None:
-        both = product(normed, layer.gate_up)
-        gate, up = both[:, :, 0], both[:, :, 1]
+        gate_up = apply_weight(normed, layer.gate_up)
+        gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
         # SiLU with its division last, which XLA never repeats: a multiplication would be, for every
-        # block of a `Blocked` weight. For generation only, as the gradient is NaN where the
+        # block of a `BlockedParam` weight. For generation only, as the gradient is NaN where the
         # exponential is infinite.
-        return x + product(gate * up / (1 + jnp.exp(-gate)), layer.down), None
+        return x + apply_weight(gate * up / (1 + jnp.exp(-gate)), layer.down), None
     return x + swiglu(normed, layer.gate, layer.up, layer.down), None
 
 
-def _as_it_is(layer: Layers) -> Layers:
+def _keep_weights(layer: Layers) -> Layers:
     return layer
 
 
@@ -192,13 +206,13 @@ class Decoder(nnx.Module):
         dtype = master_dtype(config)
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         self.config = config
-        self.embedding = dense(embed_key, (config.vocab, config.embed), config.embed, dtype)
+        self.embedding = init_dense(embed_key, (config.vocab, config.embed), config.embed, dtype)
         self.layers = Layers(config, layers_key)
         self.norm = nnx.Param(jnp.ones((config.embed,), dtype))
         self.head = nnx.data(
             None
             if config.tied
-            else dense(head_key, (config.embed, config.vocab), config.embed, dtype)
+            else init_dense(head_key, (config.embed, config.vocab), config.embed, dtype)
         )
 
     def __call__(
@@ -208,9 +222,9 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         taps: tuple[int, ...] = (),
         first: Int[Array, "B T"] | None = None,
-        enter: Callable[[Layers], Layers] = _as_it_is,
-        counted: Bool[Array, "B T"] | None = None,
-    ) -> Forward:
+        prepare_layer: Callable[[Layers], Layers] = _keep_weights,
+        traffic_mask: Bool[Array, "B T"] | None = None,
+    ) -> DecoderOutput:
         """Runs a block of tokens.
 
         With a cache the block is written at its positions and attends to all up to its
@@ -224,46 +238,48 @@ class Decoder(nnx.Module):
           taps: boundaries at which the residual stream is wanted: numbers of layers applied, 0 to
             all, ascending.
           first: see above.
-          enter: what a layer's weights go through when the layer is run, inside the loop over
-            layers: there a learner casts and gathers them, so that no more than one layer is whole
-            at a time.
-          counted: tokens whose way to experts is measured; without a cache.
+          prepare_layer: what a layer's weights go through when the layer is run, inside the loop
+            over layers: there a learner casts and gathers them, so that no more than one layer is
+            whole at a time.
+          traffic_mask: tokens whose way to experts is measured; without a cache.
         """
         config = self.config
         x = self.embedding[...][tokens].astype(self.norm.dtype)
         table = rotary_table(positions, config, x.dtype)
-        starts = jnp.zeros_like(tokens) if first is None else first
-        places = None if cache is None else locate(cache, positions)
+        text_starts = jnp.zeros_like(tokens) if first is None else first
+        addresses = None if cache is None else locate_block(cache, positions)
 
-        def layer(
+        def run_layer(
             x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: LayerIndex
         ) -> tuple[Any, Any, Traffic | None]:
-            weights = enter(weights)
+            weights = prepare_layer(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
-            if cache is None or places is None:
-                attended = attend_segments(query, key, value, starts)
+            if cache is None or addresses is None:
+                attended = attend_segments(query, key, value, text_starts)
             else:
-                cache = extend(cache, index, places, key, value)
-                attended = attend_cache(query, cache, index, causal(positions))
-            x, traffic = finish_layer(x, attended, weights, config, counted)
+                cache = write_block(cache, index, addresses, key, value)
+                attended = attend_cache(query, cache, index, causal_mask(positions))
+            x, traffic = finish_layer(x, attended, weights, config, traffic_mask)
             return x, cache, traffic
 
         if isinstance(self.layers, Layers):
-            x, cache, tapped, traffic = _scanned(layer, self.layers, x, cache, taps, config)
+            x, cache, streams, traffic = _run_stack(run_layer, self.layers, x, cache, taps, config)
         else:
-            one = jax.jit(layer, static_argnums=3)  # traced once for all layers
-            tapped, traffic = {}, None
-            before = [None] * config.layers if cache is None else by_layer(cache)
-            after = []
-            for index, (weights, own) in enumerate(zip(self.layers, before, strict=True)):
-                tapped[index] = x
-                x, own, _ = one(x, own, weights, 0)
-                after.append(own)
-            tapped[config.layers] = x
-            cache = None if cache is None else of_layers(after)
-        joined = jnp.concatenate([tapped[boundary] for boundary in taps], axis=-1) if taps else None
-        return Forward(rms_norm(x, self.norm[...], config.norm_eps), joined, cache, traffic)
+            run_compiled = jax.jit(run_layer, static_argnums=3)  # traced once for all layers
+            streams, traffic = {}, None
+            caches = [None] * config.layers if cache is None else split_layers(cache)
+            new_caches = []
+            for index, (weights, layer_cache) in enumerate(zip(self.layers, caches, strict=True)):
+                streams[index] = x
+                x, layer_cache, _ = run_compiled(x, layer_cache, weights, 0)
+                new_caches.append(layer_cache)
+            streams[config.layers] = x
+            cache = None if cache is None else join_layers(new_caches)
+        features = (
+            jnp.concatenate([streams[boundary] for boundary in taps], axis=-1) if taps else None
+        )
+        return DecoderOutput(rms_norm(x, self.norm[...], config.norm_eps), features, cache, traffic)
 
     def empty_cache(self, rows: int, positions: int) -> KVCache:
         """A cache for this model, of its type."""
@@ -281,15 +297,15 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in at least float32, of final-norm hidden states."""
         if self.head is None:
-            logits = logits_of(hidden, self.embedding, by_rows=True)
+            logits = head_logits(hidden, self.embedding, by_rows=True)
         else:
-            logits = logits_of(hidden, self.head)
+            logits = head_logits(hidden, self.head)
         if logits.shape[-1] > self.config.vocab:  # by rows that make it split evenly
             logits = logits[:, :, : self.config.vocab]
         return logits
 
 
-def with_cast_head(network: Any, dtype: str) -> Any:
+def cast_head(network: Any, dtype: str) -> Any:
     """A network whose head is cast to the type of products once, for many calls of `logits`.
 
     A network without a head of its own, or with one of that type, comes back as it is.
@@ -303,41 +319,41 @@ def with_cast_head(network: Any, dtype: str) -> Any:
     return network
 
 
-def head_of(decoder: Decoder) -> Decoder:
+def extract_head(decoder: Decoder) -> Decoder:
     """The decoder without its layers: all that `logits` reads."""
-    alone: Any = jax.tree.map(lambda leaf: leaf, decoder)
-    alone.layers = nnx.data(None)
-    if alone.head is not None:
-        alone.embedding = nnx.data(None)
-    return alone
+    head_only: Any = jax.tree.map(lambda leaf: leaf, decoder)
+    head_only.layers = nnx.data(None)
+    if head_only.head is not None:
+        head_only.embedding = nnx.data(None)
+    return head_only
 
 
-def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a value is kept for the backward pass: all are but what was gathered or cast, weights
     above all."""
     return primitive.name not in ("all_gather", "convert_element_type")
 
 
-_EXPERTS = ("expert_gate", "expert_up", "expert_down")
+_EXPERT_NAMES = ("expert_gate", "expert_up", "expert_down")
 
 
-def _experts(layers: Layers) -> tuple[nnx.Variable, ...]:
+def _expert_weights(layers: Layers) -> tuple[nnx.Variable, ...]:
     """Gate, up and down of all experts; none where there are no experts."""
-    return tuple(getattr(layers, name) for name in _EXPERTS if hasattr(layers, name))
+    return tuple(getattr(layers, name) for name in _EXPERT_NAMES if hasattr(layers, name))
 
 
-def _with_experts(
+def _replace_experts(
     layers: Layers, experts: tuple[Any, ...], place: Int[Array, ""] | None = None
 ) -> Layers:
     layers = jax.tree.map(lambda leaf: leaf, layers)
-    for name, weight in zip(_EXPERTS, experts, strict=True):
+    for name, weight in zip(_EXPERT_NAMES, experts, strict=True):
         setattr(layers, name, nnx.data(weight))
     layers.place = nnx.data(place)
     return layers
 
 
-def _scanned(
-    layer: Callable,
+def _run_stack(
+    run_layer: Callable,
     layers: Layers,
     x: Float[Array, "B T D"],
     cache: KVCache | None,
@@ -350,33 +366,33 @@ def _scanned(
     With a cache experts stay in their stack, of which the layer reads those that it needs. What
     a scan takes of a stack is copied, all experts of a layer with it.
     """
-    experts = () if cache is None else _experts(layers)
+    experts = () if cache is None else _expert_weights(layers)
     if experts:
-        layers = _with_experts(layers, (None, None, None))
+        layers = _replace_experts(layers, (None, None, None))
     # Where layer i writes its input; the last entry is never read.
-    places = [taps.index(index) if index in taps else len(taps) for index in range(config.layers)]
-    tapped = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
+    tap_rows = [taps.index(index) if index in taps else len(taps) for index in range(config.layers)]
+    streams = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
 
-    def one(carry, xs):
-        x, cache, tapped = carry
-        weights, index, place = xs
+    def scan_layer(carry, xs):
+        x, cache, streams = carry
+        weights, index, tap_row = xs
         if experts:
-            weights = _with_experts(weights, experts, index)
+            weights = _replace_experts(weights, experts, index)
         if taps:
-            tapped = lax.dynamic_update_index_in_dim(tapped, x, place, 0)
-        x, cache, traffic = layer(x, cache, weights, index)
-        return (x, cache, tapped), traffic
+            streams = lax.dynamic_update_index_in_dim(streams, x, tap_row, 0)
+        x, cache, traffic = run_layer(x, cache, weights, index)
+        return (x, cache, streams), traffic
 
     # A layer's gathered weights are never kept for the backward pass, which gathers them again.
-    body = jax.checkpoint(one, policy=None if config.remat else _but_gathered)
-    indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(places, jnp.int32)
-    (x, cache, tapped), traffic = lax.scan(body, (x, cache, tapped), (layers, *indices))
+    body = jax.checkpoint(scan_layer, policy=None if config.remat else _is_saveable)
+    indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(tap_rows, jnp.int32)
+    (x, cache, streams), traffic = lax.scan(body, (x, cache, streams), (layers, *indices))
     return (
         x,
         cache,
         {
-            boundary: x if boundary == config.layers else tapped[place]
-            for place, boundary in enumerate(taps)
+            boundary: x if boundary == config.layers else streams[tap_row]
+            for tap_row, boundary in enumerate(taps)
         },
         traffic,
     )

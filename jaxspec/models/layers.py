@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxspec.kernels.cpu_layouts import is_wide, plain, times
+from jaxspec.kernels.cpu_layouts import is_wide, layout_product, plain_product
 
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", "embed"),
@@ -35,7 +35,7 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 its place in the stack."""
 
 
-class Heads(NamedTuple):
+class AttentionInputs(NamedTuple):
     """Rotated queries and keys, and values, of a block in a draft layer, and the stream that the
     layer adds its output to."""
 
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
     residual: Float[Array, "B T D"]
 
 
-class LowRank(nnx.Module):
+class LowRankWeight(nnx.Module):
     """A weight with an adapter beside it: its product is x @ base + scale * (x @ a) @ b."""
 
     def __init__(self, base: nnx.Variable, a: nnx.Variable, b: nnx.Variable, scale: float):
@@ -64,19 +64,23 @@ class CastHead(nnx.Module):
         self.cast = nnx.Variable(jax.lax.stop_gradient(master[...]).astype(dtype))
 
 
-Weight = nnx.Variable | LowRank
-"""What `product` takes, however it lies."""
+Weight = nnx.Variable | LowRankWeight
+"""What `apply_weight` takes, however it lies."""
 
 
-def product(x: Float[Array, "B T *I"], weight: Weight, inputs: int = 1) -> Float[Array, "B T *O"]:
-    """The product of the last `inputs` axes of x with a weight [*in, *out] however it lies."""
-    if isinstance(weight, LowRank):
-        adapted = product(product(x, weight.a, inputs), weight.b)
-        return product(x, weight.base, inputs) + adapted * np.asarray(weight.scale, adapted.dtype)
-    return times(x, weight, inputs)
+def apply_weight(
+    x: Float[Array, "B T *I"], weight: Weight, input_axes: int = 1
+) -> Float[Array, "B T *O"]:
+    """The product of the last `input_axes` axes of x with a weight [*in, *out] however it lies."""
+    if isinstance(weight, LowRankWeight):
+        adapter_output = apply_weight(apply_weight(x, weight.a, input_axes), weight.b)
+        return apply_weight(x, weight.base, input_axes) + adapter_output * np.asarray(
+            weight.scale, adapter_output.dtype
+        )
+    return layout_product(x, weight, input_axes)
 
 
-def logits_of(
+def head_logits(
     hidden: Float[Array, "B T D"], head: nnx.Variable | CastHead, by_rows: bool = False
 ) -> Float[Array, "B T V"]:
     """Products with a head, added up and kept in at least float32; `by_rows`: it is an embedding
@@ -85,17 +89,17 @@ def logits_of(
         master = head.master[...]
         return _cast_logits(hidden, head.cast[...], master, head.by_rows, master.dtype.name)
     if not by_rows:
-        return times(hidden, head, 1, wide=True)
+        return layout_product(hidden, head, 1, wide_output=True)
     kernel = head[...].astype(hidden.dtype)
     if is_wide(hidden):
         return jnp.einsum("BTD,VD->BTV", hidden, kernel)
-    return plain(hidden, kernel.T, 1, True)
+    return plain_product(hidden, kernel.T, 1, True)
 
 
 def _cast_product(
     hidden: Array, kernel: Array, master: Array, by_rows: bool, dtype: str
 ) -> Float[Array, "B T V"]:
-    return plain(hidden, kernel.T if by_rows else kernel, 1, True)
+    return plain_product(hidden, kernel.T if by_rows else kernel, 1, True)
 
 
 def _cast_forward(
@@ -110,10 +114,10 @@ def _cast_backward(
     hidden, kernel = residuals
     gradient, kernel = gradient.astype(hidden.dtype), kernel.astype(hidden.dtype)
     axes = "VD" if by_rows else "DV"
-    of_hidden = jnp.einsum(f"BTV,{axes}->BTD", gradient, kernel)
+    hidden_gradient = jnp.einsum(f"BTV,{axes}->BTD", gradient, kernel)
     # The type of the sum, so that one kernel multiplies and adds to what chunks before gave.
-    of_master = jnp.einsum(f"BTD,BTV->{axes}", hidden, gradient, preferred_element_type=dtype)
-    return of_hidden, None, of_master
+    master_gradient = jnp.einsum(f"BTD,BTV->{axes}", hidden, gradient, preferred_element_type=dtype)
+    return hidden_gradient, None, master_gradient
 
 
 _cast_logits = jax.custom_vjp(_cast_product, nondiff_argnums=(3, 4))
@@ -121,7 +125,7 @@ _cast_logits = jax.custom_vjp(_cast_product, nondiff_argnums=(3, 4))
 _cast_logits.defvjp(_cast_forward, _cast_backward)
 
 
-def cast(network: Any, dtype: Any) -> Any:
+def cast_floats(network: Any, dtype: Any) -> Any:
     """The network with its floating leaves in `dtype`."""
     return jax.tree.map(
         lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
@@ -129,7 +133,7 @@ def cast(network: Any, dtype: Any) -> Any:
     )
 
 
-def dense(
+def init_dense(
     key: Key[Array, ""], shape: Sequence[int], fan_in: int, dtype: jnp.dtype, scale: float = 1.0
 ) -> nnx.Param:
     """A normal weight with standard deviation `scale / sqrt(fan_in)`."""
@@ -145,17 +149,17 @@ def rms_norm(
     Its gradient is written out with sums as products with ones: of what `jax.grad` makes of it,
     XLA's CPU kernels take five times as long.
     """
-    return _rms_norm(x, weight, eps)
+    return _custom_rms_norm(x, weight, eps)
 
 
-def _norm(x: Array, weight: Array, eps: float) -> Array:
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+def _norm_rows(x: Array, weight: Array, eps: float) -> Array:
+    wide_x = x.astype(np.promote_types(x.dtype, np.float32))
+    scaled = wide_x * jax.lax.rsqrt(jnp.mean(wide_x * wide_x, axis=-1, keepdims=True) + eps)
     return scaled.astype(x.dtype) * weight
 
 
 def _norm_forward(x: Array, weight: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
-    return _norm(x, weight, eps), (x, weight)
+    return _norm_rows(x, weight, eps), (x, weight)
 
 
 def _norm_backward(
@@ -163,17 +167,17 @@ def _norm_backward(
 ) -> tuple[Array, Array]:
     # Axes stay apart: one that is split over devices would be gathered to be merged with another.
     x, weight = residuals
-    rows = x.astype(np.promote_types(x.dtype, np.float32))
-    rate = jax.lax.rsqrt(_row_means(rows * rows) + eps)
-    unit = rows * rate
-    incoming = (gradient * weight).astype(rows.dtype)
-    of_x = rate * (incoming - unit * _row_means(incoming * unit))
-    by_row = gradient.astype(rows.dtype) * unit
-    lead = by_row.shape[: by_row.ndim - weight.ndim]
-    of_weight = jnp.tensordot(
-        jnp.ones(lead, rows.dtype), by_row, axes=len(lead), precision="highest"
+    wide_x = x.astype(np.promote_types(x.dtype, np.float32))
+    inverse_rms = jax.lax.rsqrt(_row_means(wide_x * wide_x) + eps)
+    normed = wide_x * inverse_rms
+    normed_gradient = (gradient * weight).astype(wide_x.dtype)
+    x_gradient = inverse_rms * (normed_gradient - normed * _row_means(normed_gradient * normed))
+    row_gradient = gradient.astype(wide_x.dtype) * normed
+    lead_shape = row_gradient.shape[: row_gradient.ndim - weight.ndim]
+    weight_gradient = jnp.tensordot(
+        jnp.ones(lead_shape, wide_x.dtype), row_gradient, axes=len(lead_shape), precision="highest"
     )
-    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
+    return x_gradient.astype(x.dtype), weight_gradient.astype(weight.dtype)
 
 
 def _row_means(rows: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
@@ -182,12 +186,12 @@ def _row_means(rows: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     )
 
 
-_rms_norm = jax.custom_vjp(_norm, nondiff_argnums=(2,))
-_rms_norm.defvjp(_norm_forward, _norm_backward)
+_custom_rms_norm = jax.custom_vjp(_norm_rows, nondiff_argnums=(2,))
+_custom_rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
 def swiglu(
     x: Float[Array, "B T D"], gate: Weight, up: Weight, down: Weight
 ) -> Float[Array, "B T D"]:
     """Gated feed-forward layer (Shazeer, arXiv 2002.05202)."""
-    return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
+    return apply_weight(jax.nn.silu(apply_weight(x, gate)) * apply_weight(x, up), down)

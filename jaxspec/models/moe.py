@@ -10,18 +10,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.kernels.cpu_layouts import wide_product
-from jaxspec.kernels.exchange import arriving, exchanged
-from jaxspec.kernels.grouped import Weights, swiglu_of_experts
+from jaxspec.kernels.exchange import all_to_all_counts, all_to_all_rows
+from jaxspec.kernels.grouped import ExpertWeights, expert_swiglu
 from jaxspec.mesh import TENSOR, on_each_member, summed_over_members
 
-PART_BYTES = 2**27
+MAX_RECEIVED_BYTES = 2**27
 """Of what can arrive at a holder at once: more than keep its products busy."""
 
 
-class Routed(NamedTuple):
+class Routing(NamedTuple):
     """Which experts each token passes through."""
 
-    chosen: Int[Array, "T k"]
+    expert_ids: Int[Array, "T k"]
     weights: Float[Array, "T k"]
 
 
@@ -33,7 +33,7 @@ class Traffic(NamedTuple):
     entropy: Float[Array, "*L"]
     """Entropy of the routers' distributions, in nats."""
 
-    def metrics(self, count: Float[Array, ""]) -> dict[str, Float[Array, ""]]:
+    def to_metrics(self, count: Float[Array, ""]) -> dict[str, Float[Array, ""]]:
         """Means over the layers, of `count` tokens."""
         load = self.tokens / jnp.mean(self.tokens, axis=-1, keepdims=True)
         return {
@@ -43,17 +43,17 @@ class Traffic(NamedTuple):
         }
 
 
-def mixture(
+def mixture_of_experts(
     x: Float[Array, "B T D"],
     router: Float[Array, "D all"],
-    experts: Weights,
-    per_token: int,
+    experts: ExpertWeights,
+    experts_per_token: int,
     normalize: bool,
     layer: Int[Array, ""] | None = None,
-    counted: Bool[Array, "B T"] | None = None,
+    traffic_mask: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Traffic | None]:
-    """Sum of the SwiGLU layers of each token's `per_token` likeliest experts, weighted by their
-    probabilities; no token is dropped.
+    """Sum of the SwiGLU layers of each token's `experts_per_token` likeliest experts, weighted by
+    their probabilities; no token is dropped.
 
     `normalize` makes the weights of a token sum to 1. The router's scores are kept, and their
     softmax taken, in at least float32 (Qwen3, arXiv 2505.09388).
@@ -63,110 +63,139 @@ def mixture(
 
     With `layer`, `experts` are those of a stack of layers, of which this is one.
 
-    Also returns the traffic of the tokens that are `counted`.
+    Also returns the traffic of the tokens in `traffic_mask`.
     """
     tokens = x.reshape(-1, x.shape[-1])
     scores = wide_product(tokens[None], router)[0]
-    weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), per_token)
-    traffic = None if counted is None else _measure(scores, chosen, counted.reshape(-1))
+    weights, expert_ids = lax.top_k(jax.nn.softmax(scores, axis=-1), experts_per_token)
+    traffic = (
+        None
+        if traffic_mask is None
+        else _measure_traffic(scores, expert_ids, traffic_mask.reshape(-1))
+    )
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    holders = router.shape[1] // experts[0].shape[-3]
+    expert_shards = router.shape[1] // experts[0].shape[-3]
 
-    def of_width(
-        tokens: Array, routed: Routed, experts: Weights, layer: Int[Array, ""] | None
+    def run_shard(
+        tokens: Array, routing: Routing, experts: ExpertWeights, layer: Int[Array, ""] | None
     ) -> Array:
         """Of a part of the experts' width, on each member of `tensor`; all are added up at home,
         where there are fewer tokens than have arrived at a holder."""
-        if holders == 1:
-            outputs = swiglu_of_experts(tokens, *routed, experts, layer=layer)
+        if expert_shards == 1:
+            outputs = expert_swiglu(tokens, *routing, experts, layer=layer)
         else:
-            outputs = _in_parts(tokens, routed, experts, holders, layer)
+            outputs = _run_in_pieces(tokens, routing, experts, expert_shards, layer)
         return summed_over_members(outputs.astype(tokens.dtype))
 
-    front = () if layer is None else (None,)
-    columns, rows = P(*front, None, None, TENSOR), P(*front, None, TENSOR)
-    run = on_each_member(of_width, (P(), P(), (columns, columns, rows), P()), P())
-    return run(tokens, Routed(chosen, weights), experts, layer).reshape(x.shape), traffic
+    lead_axes = () if layer is None else (None,)
+    columns, rows = P(*lead_axes, None, None, TENSOR), P(*lead_axes, None, TENSOR)
+    run_experts = on_each_member(run_shard, (P(), P(), (columns, columns, rows), P()), P())
+    return run_experts(tokens, Routing(expert_ids, weights), experts, layer).reshape(
+        x.shape
+    ), traffic
 
 
-def _measure(
-    scores: Float[Array, "T all"], chosen: Int[Array, "T k"], counted: Bool[Array, " T"]
+def _measure_traffic(
+    scores: Float[Array, "T all"], expert_ids: Int[Array, "T k"], traffic_mask: Bool[Array, " T"]
 ) -> Traffic:
     """The traffic of one layer; nothing is learned from it."""
     scores = lax.stop_gradient(scores)
-    ones = jnp.broadcast_to(counted[:, None], chosen.shape).astype(scores.dtype)
-    logs = jax.nn.log_softmax(scores, axis=-1)
-    entropy = -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+    token_counts = jnp.broadcast_to(traffic_mask[:, None], expert_ids.shape).astype(scores.dtype)
+    logprobs = jax.nn.log_softmax(scores, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     return Traffic(
-        tokens=jnp.zeros(scores.shape[-1:], scores.dtype).at[chosen].add(ones),
-        entropy=jnp.sum(jnp.where(counted, entropy, 0)),
+        tokens=jnp.zeros(scores.shape[-1:], scores.dtype).at[expert_ids].add(token_counts),
+        entropy=jnp.sum(jnp.where(traffic_mask, entropy, 0)),
     )
 
 
-def _in_parts(
+def _run_in_pieces(
     tokens: Float[Array, "T D"],
-    routed: Routed,
-    experts: Weights,
-    holders: int,
+    routing: Routing,
+    experts: ExpertWeights,
+    expert_shards: int,
     layer: Int[Array, ""] | None,
 ) -> Float[Array, "T D"]:
-    """`_among_holders` of some tokens at a time, so that what arrives stays small."""
-    count, parts = len(tokens), -(-holders * tokens.nbytes // PART_BYTES)
-    if parts == 1:
-        return _among_holders(tokens, routed, experts, holders, layer)
-    size = -(-count // parts)
-    missing, nowhere = parts * size - count, holders * experts[0].shape[-3]
-    chosen = jnp.pad(routed.chosen, ((0, missing), (0, 0)), constant_values=nowhere)
-    rest = tokens, routed.weights
-    padded = [jnp.pad(leaf, ((0, missing), (0, 0))) for leaf in rest]
-    split = [leaf.reshape(parts, size, -1) for leaf in (padded[0], chosen, padded[1])]
+    """`_exchange_tokens` of some tokens at a time, so that what arrives stays small."""
+    count, piece_count = len(tokens), -(-expert_shards * tokens.nbytes // MAX_RECEIVED_BYTES)
+    if piece_count == 1:
+        return _exchange_tokens(tokens, routing, experts, expert_shards, layer)
+    piece_size = -(-count // piece_count)
+    padding, no_expert = piece_count * piece_size - count, expert_shards * experts[0].shape[-3]
+    expert_ids = jnp.pad(routing.expert_ids, ((0, padding), (0, 0)), constant_values=no_expert)
+    leaves = tokens, routing.weights
+    padded = [jnp.pad(leaf, ((0, padding), (0, 0))) for leaf in leaves]
+    pieces = [
+        leaf.reshape(piece_count, piece_size, -1) for leaf in (padded[0], expert_ids, padded[1])
+    ]
 
     # for the backward pass tokens are sent again, and not kept where they arrived
     @jax.checkpoint
-    def part(one: tuple[Array, Array, Array]) -> Float[Array, "t D"]:
-        return _among_holders(one[0], Routed(one[1], one[2]), experts, holders, layer)
+    def run_piece(piece: tuple[Array, Array, Array]) -> Float[Array, "t D"]:
+        return _exchange_tokens(
+            piece[0], Routing(piece[1], piece[2]), experts, expert_shards, layer
+        )
 
-    outputs = lax.map(part, tuple(split))
+    outputs = lax.map(run_piece, tuple(pieces))
     return outputs.reshape(-1, outputs.shape[-1])[:count]
 
 
-def _among_holders(
+def _exchange_tokens(
     tokens: Float[Array, "T D"],
-    routed: Routed,
-    experts: Weights,
-    holders: int,
+    routing: Routing,
+    experts: ExpertWeights,
+    expert_shards: int,
     layer: Int[Array, ""] | None,
 ) -> Float[Array, "T D"]:
-    """The same where each of the `holders` of `expert` has tokens and experts of its own.
+    """The same where each of the `expert_shards` of `expert` has tokens and experts of its own.
 
     A token goes once to every holder of one of its experts, with all that it needs there,
     and comes back as the weighted sum of those.
     """
-    here = experts[0].shape[-3]
-    owner = routed.chosen // here
-    numbers = jnp.arange(holders, dtype=owner.dtype)[:, None, None]
-    goes = jnp.any(owner == numbers, axis=2)  # [X, T]
-    rows = jnp.argsort(~goes, axis=1, stable=True)  # first those that go there
-    leave = jnp.sum(goes, axis=1, dtype=jnp.int32)
-    arrive = arriving(leave)
+    local_count = experts[0].shape[-3]
+    owner = routing.expert_ids // local_count
+    shard_ids = jnp.arange(expert_shards, dtype=owner.dtype)[:, None, None]
+    is_sent = jnp.any(owner == shard_ids, axis=2)  # [X, T]
+    rows = jnp.argsort(~is_sent, axis=1, stable=True)  # first those that go there
+    send_counts = jnp.sum(is_sent, axis=1, dtype=jnp.int32)
+    receive_counts = all_to_all_counts(send_counts)
     # the experts of a token by the receiver's own numbers, and their weights
-    ticket = jnp.concatenate(
-        [(routed.chosen[rows] - numbers * here).astype(routed.weights.dtype), routed.weights[rows]],
+    routing_rows = jnp.concatenate(
+        [
+            (routing.expert_ids[rows] - shard_ids * local_count).astype(routing.weights.dtype),
+            routing.weights[rows],
+        ],
         axis=2,
     )
-    received, tickets = (exchanged(sent, leave, arrive) for sent in (tokens[rows], ticket))
-    number, weights = jnp.split(tickets, 2, axis=2)
-    chosen = jnp.where(_first(arrive, tickets) & (number >= 0) & (number < here), number, here)
-    flat = [
-        leaf.reshape(-1, leaf.shape[2]) for leaf in (received, chosen.astype(jnp.int32), weights)
+    received_tokens, received_routing = (
+        all_to_all_rows(rows_to_send, send_counts, receive_counts)
+        for rows_to_send in (tokens[rows], routing_rows)
+    )
+    local_ids, weights = jnp.split(received_routing, 2, axis=2)
+    expert_ids = jnp.where(
+        _leading_rows(receive_counts, received_routing)
+        & (local_ids >= 0)
+        & (local_ids < local_count),
+        local_ids,
+        local_count,
+    )
+    flat_inputs = [
+        leaf.reshape(-1, leaf.shape[2])
+        for leaf in (received_tokens, expert_ids.astype(jnp.int32), weights)
     ]
-    outputs = swiglu_of_experts(flat[0], flat[1], flat[2], experts, holders, layer)
-    back = exchanged(outputs.astype(tokens.dtype).reshape(received.shape), arrive, leave)
-    back = jnp.where(_first(leave, back), back, 0).astype(outputs.dtype)
-    return jnp.zeros(tokens.shape, outputs.dtype).at[rows].add(back)
+    outputs = expert_swiglu(
+        flat_inputs[0], flat_inputs[1], flat_inputs[2], experts, expert_shards, layer
+    )
+    returned_rows = all_to_all_rows(
+        outputs.astype(tokens.dtype).reshape(received_tokens.shape), receive_counts, send_counts
+    )
+    returned_rows = jnp.where(_leading_rows(send_counts, returned_rows), returned_rows, 0).astype(
+        outputs.dtype
+    )
+    return jnp.zeros(tokens.shape, outputs.dtype).at[rows].add(returned_rows)
 
 
-def _first(counts: Int[Array, " X"], rows: Float[Array, "X n D"]) -> Bool[Array, "X n 1"]:
+def _leading_rows(counts: Int[Array, " X"], rows: Float[Array, "X n D"]) -> Bool[Array, "X n 1"]:
     """Which rows are among the first `counts` of each holder."""
     return (jnp.arange(rows.shape[1], dtype=jnp.int32) < counts[:, None])[..., None]

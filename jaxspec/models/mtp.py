@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
-from jaxspec.models.layers import Heads, dense, rms_norm
+from jaxspec.models.layers import AttentionInputs, init_dense, rms_norm
 from jaxspec.models.rope import rotary_table
 
 
@@ -42,45 +42,45 @@ class Mtp(nnx.Module):
         self.embedding_first = embedding_first
         self.embedding_norm = nnx.Param(jnp.ones((layers, d), dtype))
         self.hidden_norm = nnx.Param(jnp.ones((layers, d), dtype))
-        self.project = dense(project_key, (layers, 2 * d, d), 2 * d, dtype)
+        self.project = init_dense(project_key, (layers, 2 * d, d), 2 * d, dtype)
         self.layers = Layers(self.config, layers_key, streams=layers)
         self.norm = nnx.Param(jnp.ones((layers, d), dtype))
 
-    def embed(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    def embed_tokens(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """The target's embeddings of tokens."""
         return target.embedding[...][tokens]
 
-    def read(self, features: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def to_hidden(self, features: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The target's final-norm hidden states are the first ones."""
         return features
 
-    def heads(
+    def attention_inputs(
         self,
         layer: int,
         hidden: Float[Array, "B T D"],
         embedded: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-    ) -> Heads:
+    ) -> AttentionInputs:
         """Queries, keys and values of the layer's projected input, rotated to `positions`; that
         input is the residual."""
-        eps, weights = self.config.norm_eps, self.layers.at(layer)
-        parts = [
+        eps, weights = self.config.norm_eps, self.layers.select_layer(layer)
+        inputs = [
             rms_norm(embedded, self.embedding_norm[layer], eps),
             rms_norm(hidden, self.hidden_norm[layer], eps),
         ]
-        joined = jnp.concatenate(parts if self.embedding_first else parts[::-1], axis=-1)
-        x = jnp.einsum("BTC,CD->BTD", joined, self.project[layer])
+        layer_input = jnp.concatenate(inputs if self.embedding_first else inputs[::-1], axis=-1)
+        x = jnp.einsum("BTC,CD->BTD", layer_input, self.project[layer])
         table = rotary_table(positions, self.config, x.dtype)
-        return Heads(
+        return AttentionInputs(
             *project_heads(rms_norm(x, weights.attention_norm[...], eps), weights, table, eps), x
         )
 
-    def finish(
+    def layer_output(
         self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
     ) -> Float[Array, "B T D"]:
         """The rest of the layer with its final norm; the output is the next depth's hidden
         state."""
-        output, _ = finish_layer(residual, attended, self.layers.at(layer), self.config)
+        output, _ = finish_layer(residual, attended, self.layers.select_layer(layer), self.config)
         return rms_norm(output, self.norm[layer], self.config.norm_eps)
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

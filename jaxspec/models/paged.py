@@ -10,89 +10,91 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels import paged_attention
-from jaxspec.kernels.visible import Visible
-from jaxspec.models.attention import Part, in_blocks
+from jaxspec.kernels.visible import AttentionMask
+from jaxspec.models.attention import PartialAttention, attend_in_blocks
 from jaxspec.models.cache import (
+    CacheAddresses,
+    CacheLayout,
     KVCache,
     LayerIndex,
-    Layout,
-    Places,
-    Seat,
-    consecutive,
-    map_both,
-    zeros_like,
+    PromptCopy,
+    empty_cache_like,
+    map_keys_values,
+    position_range,
 )
 
 
 def empty_pages(cache: KVCache, pages: int, page_size: int) -> KVCache:
     """A pool of zeros like another cache, which a table makes rows of."""
-    return zeros_like(cache, pages, 1, page_size, PAGED)
+    return empty_cache_like(cache, pages, 1, page_size, PAGED)
 
 
-def locate(cache: KVCache, positions: Int[Array, "B T"]) -> Places:
-    """See `Layout`."""
+def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
+    """See `CacheLayout`."""
     size = cache.page_size
     pages = jnp.take_along_axis(
-        cache.table, positions // size, axis=1, mode="fill", fill_value=cache.pages
+        cache.table, positions // size, axis=1, mode="fill", fill_value=cache.page_count
     )
     # a negative index would count from the end of the table
-    pages = jnp.where(positions < 0, cache.pages, pages)
-    return Places(pages, positions % size)
+    pages = jnp.where(positions < 0, cache.page_count, pages)
+    return CacheAddresses(pages, positions % size)
 
 
-def read(
+def read_positions(
     cache: KVCache, layer: LayerIndex, first: Int[Array, ""] | int, count: int
 ) -> tuple[Array, Array, Int[Array, " C"]]:
-    """See `Layout`."""
-    size, of_row = cache.page_size, cache.table.shape[1]
-    pages = min(count // size, of_row)
-    column = jnp.minimum(first // size, of_row - pages)
-    chosen = lax.dynamic_slice_in_dim(cache.table, column, pages, axis=1)
+    """See `CacheLayout`."""
+    size, row_pages = cache.page_size, cache.table.shape[1]
+    pages = min(count // size, row_pages)
+    column = jnp.minimum(first // size, row_pages - pages)
+    page_ids = lax.dynamic_slice_in_dim(cache.table, column, pages, axis=1)
 
     def gather(pool: Any) -> Array:
-        found = pool[layer].at[chosen] if isinstance(pool, tuple) else pool.at[layer, chosen]
-        return found.get(mode="clip")
+        indexed = pool[layer].at[page_ids] if isinstance(pool, tuple) else pool.at[layer, page_ids]
+        return indexed.get(mode="clip")
 
     keys, values = gather(cache.keys).swapaxes(1, 2), gather(cache.values)
-    return keys, values, consecutive(column * size, pages * size)
+    return keys, values, position_range(column * size, pages * size)
 
 
 def attend(
-    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, visible: Visible
-) -> Part:
-    """See `Layout`; by an accelerator kernel where there is one for these shapes."""
-    if paged_attention.runs_here() and paged_attention.fits(grouped, cache.keys[0]):
+    grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, mask: AttentionMask
+) -> PartialAttention:
+    """See `CacheLayout`; by an accelerator kernel where there is one for these shapes."""
+    if paged_attention.has_hopper_gpus() and paged_attention.supports_shapes(
+        grouped, cache.keys[0]
+    ):
         keys, values = cache.keys, cache.values
         if isinstance(keys, tuple):
             keys, values, layer = keys[layer][None], values[layer][None], 0
-        place = jnp.asarray(layer, jnp.int32)
-        return Part(
-            *paged_attention.paged_parts(grouped, keys, values, place, cache.table, visible)
+        layer_index = jnp.asarray(layer, jnp.int32)
+        return PartialAttention(
+            *paged_attention.attend_pages(grouped, keys, values, layer_index, cache.table, mask)
         )
     size = cache.page_size
-    whole = size * cache.table.shape[1]
-    return in_blocks(grouped, partial(read, cache, layer), visible, whole, size)
+    row_length = size * cache.table.shape[1]
+    return attend_in_blocks(grouped, partial(read_positions, cache, layer), mask, row_length, size)
 
 
-def seat(cache: KVCache, where: Seat, prompts: KVCache) -> KVCache:
+def copy_prompt(cache: KVCache, copy: PromptCopy, prompts: KVCache) -> KVCache:
     """Copies the pages of a prompt that a row of its group writes to; the others are shared."""
 
-    def one(lead: int, pool: Array) -> Array:
-        before = (slice(None),) * lead
-        found = pool[(*before, where.source)]
-        return pool.at[(*before, where.to)].set(found, mode="drop")
+    def copy_pages(lead: int, pool: Array) -> Array:
+        lead_index = (slice(None),) * lead
+        copied_pages = pool[(*lead_index, copy.source_pages)]
+        return pool.at[(*lead_index, copy.destination_pages)].set(copied_pages, mode="drop")
 
-    return map_both(one, cache)
+    return map_keys_values(copy_pages, cache)
 
 
-def take(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
+def take_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
     """Pages stay where they are: only tables move."""
     return cache
 
 
-def put(cache: KVCache, rows: Int[Array, " b"], some: KVCache) -> KVCache:
+def write_rows(cache: KVCache, rows: Int[Array, " b"], row_cache: KVCache) -> KVCache:
     """What stands in the pages by then."""
-    return some
+    return row_cache
 
 
-PAGED = Layout(locate, read, attend, seat, take, put)
+PAGED = CacheLayout(locate_positions, read_positions, attend, copy_prompt, take_rows, write_rows)

@@ -10,62 +10,64 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import shown
-from jaxspec.processes.environment import given, whole_number
-from jaxspec.processes.places import NAMES, Place
-from jaxspec.system.terminal import say
+from jaxspec.inputs.json_keys import format_value
+from jaxspec.processes.environment import environment_text, parse_whole_number
+from jaxspec.processes.places import VARIABLES, JobMember
+from jaxspec.system.terminal import print_line
 
-WAIT = "JAXSPEC_WAIT_SECONDS"
+WAIT_VARIABLE = "JAXSPEC_WAIT_SECONDS"
 """Names the variable that says how long a process waits for the others; 300 s without it."""
-_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+_BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 """Names the variable that says where JAX listens, if not at the coordinator's port of all
 addresses."""
-_PATIENCE = 30.0
+_REPORT_SECONDS = 30.0
 """After so many seconds, and after as many again, who has not come is named."""
-_TURN = 0.5
-_HELLO_SECONDS = 2.0
-_WAIT, _GO, _NO = "jaxspec wait", "jaxspec go", "jaxspec no: "
+_POLL_SECONDS = 0.5
+_HELLO_TIMEOUT = 2.0
+_REPLY_WAIT, _REPLY_GO, _REPLY_REFUSED = "jaxspec wait", "jaxspec go", "jaxspec no: "
 """What process 0 tells those who have called, at once and in the end; with the last, why. Anything
 else comes from somebody else."""
-_SILENT = "process 0 has not come (something else answers there)"
-_LONGEST_HELLO = 2**20
+_NO_REPLY = "process 0 has not come (something else answers there)"
+_MAX_HELLO_BYTES = 2**20
 """Bytes of what a process says of itself."""
-_SHOWN_DIFFERENCES = 5
+_MAX_DIFFERENCES = 5
 
 
-class _Patience:
+class _WaitReporter:
     """Says whom a process waits for, now and then, until the time is up."""
 
-    def __init__(self, place: Place, seconds: float) -> None:
-        self._place, self._seconds = place, seconds
-        self._began = time.monotonic()
-        self._next = _PATIENCE
+    def __init__(self, member: JobMember, timeout: float) -> None:
+        self._member, self._timeout = member, timeout
+        self._start_time = time.monotonic()
+        self._next_report = _REPORT_SECONDS
 
-    def look(self, absent: str) -> None:
+    def check_deadline(self, absence: str) -> None:
         """Names who is absent when it is time to.
 
         Raises:
           ConfigError: the time is up.
         """
-        waited = time.monotonic() - self._began
-        if waited >= self._seconds:
+        elapsed = time.monotonic() - self._start_time
+        if elapsed >= self._timeout:
             raise ConfigError(
-                f"{self._place} has waited {self._seconds:g} s at {self._place.coordinator}:"
-                f" {absent}. Start all of them within that time, with the same coordinator, or set"
-                f" {WAIT} higher"
+                f"{self._member} has waited {self._timeout:g} s at {self._member.coordinator}:"
+                f" {absence}. Start all of them within that time, with the same coordinator, or set"
+                f" {WAIT_VARIABLE} higher"
             )
-        if waited >= self._next:
-            self._next += _PATIENCE
-            self.say(
-                f"has waited {waited:.0f} s of {self._seconds:g} at {self._place.coordinator}:"
-                f" {absent}"
+        if elapsed >= self._next_report:
+            self._next_report += _REPORT_SECONDS
+            self.report(
+                f"has waited {elapsed:.0f} s of {self._timeout:g} at {self._member.coordinator}:"
+                f" {absence}"
             )
 
-    def say(self, message: str) -> None:
-        say(f"{self._place} {message}")
+    def report(self, message: str) -> None:
+        print_line(f"{self._member} {message}")
 
 
-def meet(place: Place, seconds: float, identity: Mapping[str, Any]) -> dict[int, socket.socket]:
+def meet_processes(
+    member: JobMember, timeout: float, identity: Mapping[str, Any]
+) -> dict[int, socket.socket]:
     """Returns once all processes of the job are there, at about the same moment in each, with the
     lines that they go on holding: process 0 with all others, they with it.
 
@@ -79,46 +81,49 @@ def meet(place: Place, seconds: float, identity: Mapping[str, Any]) -> dict[int,
         id, or were told of different numbers of processes, the time is up, or what some call
         `identity` is not what process 0 does.
     """
-    host, port = _address(place.coordinator, NAMES[0])
-    patience = _Patience(place, seconds)
-    known = json.dumps(dict(identity))
-    if place.process:
-        return {0: _call(host, port, place, patience, known)}
+    host, port = _parse_address(member.coordinator, VARIABLES[0])
+    reporter = _WaitReporter(member, timeout)
+    identity_json = json.dumps(dict(identity))
+    if member.process_id:
+        return {0: _call_process_0(host, port, member, reporter, identity_json)}
     # a taken port is said in our words, also to a lone process
-    with _listen(place, port) as listener:
-        return _gather(listener, place, patience, json.loads(known))
+    with _open_listener(member, port) as listener:
+        return _gather_processes(listener, member, reporter, json.loads(identity_json))
 
 
-def _address(text: str, name: str) -> tuple[str, int]:
-    """Host and port of an address, which the variable `name` says.
+def _parse_address(text: str, variable: str) -> tuple[str, int]:
+    """Host and port of an address, which `variable` says.
 
     Raises:
       ConfigError: it is none.
     """
     host, _, digits = text.rpartition(":")
-    port = whole_number(digits) or 0
-    what, remedy = f"the coordinator {shown(text)}", f"set {name} to such as 10.0.0.1:1234"
+    port = parse_whole_number(digits) or 0
+    subject, remedy = (
+        f"the coordinator {format_value(text)}",
+        f"set {variable} to such as 10.0.0.1:1234",
+    )
     require(
         bool(host) and 1 <= port <= 65535,
-        f"{what} is not HOST:PORT with a port from 1 to 65535; {remedy}",
+        f"{subject} is not HOST:PORT with a port from 1 to 65535; {remedy}",
     )
     try:
         host.encode("idna")  # as it is done for the look-up
     except UnicodeError as error:
-        raise ConfigError(f"{what} has no valid name of a host ({error}); {remedy}") from error
+        raise ConfigError(f"{subject} has no valid name of a host ({error}); {remedy}") from error
     return host.strip("[]"), port
 
 
-def _listen(place: Place, port: int) -> socket.socket:
-    bind, where = given(_BIND), f"port {port} of this machine"
+def _open_listener(member: JobMember, port: int) -> socket.socket:
+    bind_address, location = environment_text(_BIND_VARIABLE), f"port {port} of this machine"
     remedy = (
-        f"choose a free port for the coordinator {place.coordinator}, the same for all processes"
+        f"choose a free port for the coordinator {member.coordinator}, the same for all processes"
     )
     try:
-        if bind:
-            where = f"{_BIND} {bind}"
+        if bind_address:
+            location = f"{_BIND_VARIABLE} {bind_address}"
             remedy = "set it to an address of this machine with a free port, or unset it"
-            host, port = _address(bind, _BIND)
+            host, port = _parse_address(bind_address, _BIND_VARIABLE)
             return socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
@@ -132,190 +137,209 @@ def _listen(place: Place, port: int) -> socket.socket:
             if error.errno and not isinstance(error, socket.gaierror)
             else error.strerror or error
         )
-        raise ConfigError(f"process 0 cannot listen at {where}: {reason}; {remedy}") from error
+        raise ConfigError(f"process 0 cannot listen at {location}: {reason}; {remedy}") from error
 
 
-def _gather(
-    listener: socket.socket, place: Place, patience: _Patience, known: dict[str, Any]
+def _gather_processes(
+    listener: socket.socket, member: JobMember, reporter: _WaitReporter, identity: dict[str, Any]
 ) -> dict[int, socket.socket]:
     """Process 0: waits for the calls of all others, then lets them go, if all were started like
     it."""
-    callers: dict[int, socket.socket] = {}
-    differing: dict[int, str] = {}
-    listener.settimeout(_TURN)
-    _allow_files(place.processes)
+    connections: dict[int, socket.socket] = {}
+    mismatches: dict[int, str] = {}
+    listener.settimeout(_POLL_SECONDS)
+    _extend_file_limit(member.process_count)
     try:
         while True:
-            callers = {process: line for process, line in callers.items() if _holds(line)}
-            absent = [process for process in range(1, place.processes) if process not in callers]
-            if not absent:
-                require(not differing, _differences(differing))
-                _answer(callers.values(), _GO)
-                return callers
-            patience.look(
-                f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-                f" {'have' if len(absent) > 1 else 'has'} not come"
+            connections = {
+                process_id: connection
+                for process_id, connection in connections.items()
+                if _is_connected(connection)
+            }
+            missing_ids = [
+                process_id
+                for process_id in range(1, member.process_count)
+                if process_id not in connections
+            ]
+            if not missing_ids:
+                require(not mismatches, _summarize_mismatches(mismatches))
+                _send_reply(connections.values(), _REPLY_GO)
+                return connections
+            reporter.check_deadline(
+                f"process{'es' * (len(missing_ids) > 1)} {', '.join(map(str, missing_ids))}"
+                f" {'have' if len(missing_ids) > 1 else 'has'} not come"
             )
             with contextlib.suppress(OSError):  # nobody calls, or hangs up at once
-                called = _admit(listener.accept()[0], callers, place)
-                if called is not None:
-                    process, theirs = called
-                    differing.pop(process, None)  # it may have called before
-                    if theirs != known:
-                        differing[process] = _difference(known, theirs)
+                caller = _admit_caller(listener.accept()[0], connections, member)
+                if caller is not None:
+                    process_id, caller_identity = caller
+                    mismatches.pop(process_id, None)  # it may have called before
+                    if caller_identity != identity:
+                        mismatches[process_id] = _describe_mismatch(identity, caller_identity)
     except ConfigError as error:
-        _dismiss(callers.values(), f"{_NO}{error}")
+        _close_with_reply(connections.values(), f"{_REPLY_REFUSED}{error}")
         raise
 
 
-def _allow_files(processes: int) -> None:
+def _extend_file_limit(process_count: int) -> None:
     """Lets this process have a line with each of the others, where the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * processes + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = 2 * process_count + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        new_limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, new_limit), hard))
 
 
-def _difference(known: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _describe_mismatch(identity: Mapping[str, Any], other_identity: Mapping[str, Any]) -> str:
     """In what another process was started otherwise than process 0."""
-    found = [
-        f"{name} is {shown(known.get(name, 'absent'))} in process 0 and"
-        f" {shown(theirs.get(name, 'absent'))} there"
-        for name in sorted(known.keys() | theirs.keys())
-        if known.get(name) != theirs.get(name)
+    differences = [
+        f"{name} is {format_value(identity.get(name, 'absent'))} in process 0 and"
+        f" {format_value(other_identity.get(name, 'absent'))} there"
+        for name in sorted(identity.keys() | other_identity.keys())
+        if identity.get(name) != other_identity.get(name)
     ]
-    more = len(found) - _SHOWN_DIFFERENCES
-    return "; ".join(found[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    hidden_count = len(differences) - _MAX_DIFFERENCES
+    return "; ".join(differences[:_MAX_DIFFERENCES]) + (
+        f"; and {hidden_count} more" if hidden_count > 0 else ""
+    )
 
 
-def _differences(differing: Mapping[int, str]) -> str:
+def _summarize_mismatches(mismatches: Mapping[int, str]) -> str:
     """All differences, each with the processes that have it, in whatever order they came."""
-    told = []
-    for what in dict.fromkeys(differing[process] for process in sorted(differing)):
-        some = sorted(process for process, theirs in differing.items() if theirs == what)
-        listed = ", ".join(map(str, some[:_SHOWN_DIFFERENCES]))
-        more = len(some) - _SHOWN_DIFFERENCES
-        listed += f" and {more} more" if more > 0 else ""
-        several = len(some) > 1
-        were = "es {} were" if several else " {} was"
-        told.append(f"process{were.format(listed)} not started like process 0: {what}")
+    sentences = []
+    for mismatch in dict.fromkeys(mismatches[process_id] for process_id in sorted(mismatches)):
+        process_ids = sorted(
+            process_id for process_id, other in mismatches.items() if other == mismatch
+        )
+        process_list = ", ".join(map(str, process_ids[:_MAX_DIFFERENCES]))
+        hidden_count = len(process_ids) - _MAX_DIFFERENCES
+        process_list += f" and {hidden_count} more" if hidden_count > 0 else ""
+        is_plural = len(process_ids) > 1
+        clause = "es {} were" if is_plural else " {} was"
+        sentences.append(
+            f"process{clause.format(process_list)} not started like process 0: {mismatch}"
+        )
     remedy = "Start all processes with the same command, code and environment"
-    return f"{'. '.join(told)}. {remedy}"
+    return f"{'. '.join(sentences)}. {remedy}"
 
 
-def _admit(
-    line: socket.socket, callers: dict[int, socket.socket], place: Place
+def _admit_caller(
+    connection: socket.socket, connections: dict[int, socket.socket], member: JobMember
 ) -> tuple[int, dict[str, Any]] | None:
     """Takes a call and returns who called, and what it was started with; None where it comes from
     somewhere else than this job."""
-    line.settimeout(_HELLO_SECONDS)
+    connection.settimeout(_HELLO_TIMEOUT)
     try:
-        name, *said, known = _read(line)[0].split(" ", 3)
-        numbers, identity = list(map(whole_number, said)), json.loads(known)
+        protocol, *number_texts, identity_json = _read_lines(connection)[0].split(" ", 3)
+        numbers, identity = list(map(parse_whole_number, number_texts)), json.loads(identity_json)
     except (OSError, ValueError):  # a probe, which says nothing or something else
-        name, numbers, identity = "", list[int | None](), {}
-    ours = name == "jaxspec" and len(numbers) == 2 and isinstance(identity, dict)
-    processes, process = numbers if ours else (None, None)
-    if processes is None or process is None:
-        return line.close()
-    wrong = ""
-    if processes != place.processes:
-        wrong = (
-            f"process {process} was told of {processes} processes, process 0 of {place.processes};"
-            f" set the same {NAMES[1]} for all"
+        protocol, numbers, identity = "", list[int | None](), {}
+    is_valid = protocol == "jaxspec" and len(numbers) == 2 and isinstance(identity, dict)
+    process_count, process_id = numbers if is_valid else (None, None)
+    if process_count is None or process_id is None:
+        return connection.close()
+    refusal = ""
+    if process_count != member.process_count:
+        refusal = (
+            f"process {process_id} was told of {process_count} processes, process 0 of"
+            f" {member.process_count}; set the same {VARIABLES[1]} for all"
         )
-    elif process in callers and _holds(callers[process]):
-        wrong = f"two processes say that they are process {process}; give each its own {NAMES[2]}"
-    if wrong:
-        say(wrong)
-        return _dismiss([line], f"{_NO}{wrong}")
-    line.sendall(f"{_WAIT}\n".encode())
-    line.settimeout(0)
-    callers[process] = line
-    return process, identity
+    elif process_id in connections and _is_connected(connections[process_id]):
+        refusal = (
+            f"two processes say that they are process {process_id}; give each its own"
+            f" {VARIABLES[2]}"
+        )
+    if refusal:
+        print_line(refusal)
+        return _close_with_reply([connection], f"{_REPLY_REFUSED}{refusal}")
+    connection.sendall(f"{_REPLY_WAIT}\n".encode())
+    connection.settimeout(0)
+    connections[process_id] = connection
+    return process_id, identity
 
 
-def _answer(lines: Iterable[socket.socket], text: str) -> None:
-    for line in lines:
+def _send_reply(connections: Iterable[socket.socket], text: str) -> None:
+    for connection in connections:
         with contextlib.suppress(OSError):  # who has hung up will be missed
-            line.sendall(f"{text}\n".encode())
+            connection.sendall(f"{text}\n".encode())
 
 
-def _dismiss(lines: Iterable[socket.socket], text: str) -> None:
-    lines = list(lines)
-    _answer(lines, text)
-    for line in lines:
-        line.close()
+def _close_with_reply(connections: Iterable[socket.socket], text: str) -> None:
+    connections = list(connections)
+    _send_reply(connections, text)
+    for connection in connections:
+        connection.close()
 
 
-def _holds(line: socket.socket) -> bool:
+def _is_connected(connection: socket.socket) -> bool:
     """Whether the other end is still there."""
     try:
-        return bool(line.recv(1, socket.MSG_PEEK))
+        return bool(connection.recv(1, socket.MSG_PEEK))
     except BlockingIOError:
         return True
     except OSError:
         return False
 
 
-def _call(host: str, port: int, place: Place, patience: _Patience, known: str) -> socket.socket:
+def _call_process_0(
+    host: str, port: int, member: JobMember, reporter: _WaitReporter, identity_json: str
+) -> socket.socket:
     """Any other process: tells process 0 who it is, again and again until it answers, and waits for
     its word; returns the line."""
-    hello = f"jaxspec {place.processes} {place.process} {known}\n"
-    unknown = False
+    hello = f"jaxspec {member.process_count} {member.process_id} {identity_json}\n"
+    is_host_unknown = False
     while True:
         try:
-            with contextlib.ExitStack() as unless_let_go:
-                line = socket.create_connection((host, port), timeout=_HELLO_SECONDS)
-                unless_let_go.enter_context(line)
-                line.sendall(hello.encode())
-                said = _hold(line, patience)
-                if said == _GO:
-                    unless_let_go.pop_all()
-                    return line
+            with contextlib.ExitStack() as cleanup:
+                connection = socket.create_connection((host, port), timeout=_HELLO_TIMEOUT)
+                cleanup.enter_context(connection)
+                connection.sendall(hello.encode())
+                reply = _await_reply(connection, reporter)
+                if reply == _REPLY_GO:
+                    cleanup.pop_all()
+                    return connection
         except socket.gaierror as error:
-            absent = f"the name {host} is not known here ({error.strerror})"
+            absence = f"the name {host} is not known here ({error.strerror})"
             # a container's name may come with the container, but a mistake should show at once
-            if not unknown:
-                patience.say(f"finds that {absent}; trying again")
-            unknown = True
+            if not is_host_unknown:
+                reporter.report(f"finds that {absence}; trying again")
+            is_host_unknown = True
         except OSError as error:
-            absent = f"process 0 has not come ({error.strerror or error})"
+            absence = f"process 0 has not come ({error.strerror or error})"
         else:
-            require(not said.startswith(_NO), said.removeprefix(_NO))
-            absent = _SILENT
-        patience.look(absent)
-        time.sleep(_TURN)
+            require(not reply.startswith(_REPLY_REFUSED), reply.removeprefix(_REPLY_REFUSED))
+            absence = _NO_REPLY
+        reporter.check_deadline(absence)
+        time.sleep(_POLL_SECONDS)
 
 
-def _hold(line: socket.socket, patience: _Patience) -> str:
+def _await_reply(connection: socket.socket, reporter: _WaitReporter) -> str:
     """What is said at the other end, other than to wait; empty when the line breaks."""
-    line.settimeout(_TURN)
-    absent = _SILENT
+    connection.settimeout(_POLL_SECONDS)
+    absence = _NO_REPLY
     while True:
         try:
             # after its last word here process 0 goes on talking, as a peer
-            for said in _read(line):
-                if said != _WAIT:
-                    return said
-            absent = "process 0 is there and waits for others, which it names"
+            for reply in _read_lines(connection):
+                if reply != _REPLY_WAIT:
+                    return reply
+            absence = "process 0 is there and waits for others, which it names"
         except TimeoutError:
             pass
         except ConnectionError:
             return ""
-        patience.look(absent)
+        reporter.check_deadline(absence)
 
 
-def _read(line: socket.socket) -> list[str]:
+def _read_lines(connection: socket.socket) -> list[str]:
     """The lines of text that have come; an empty one where none comes."""
     data = b""
     while not data.endswith(b"\n"):
-        if len(data) > _LONGEST_HELLO:
+        if len(data) > _MAX_HELLO_BYTES:
             return [""]
-        part = line.recv(2**16)
-        if not part:
+        chunk = connection.recv(2**16)
+        if not chunk:
             return [""]
-        data += part
+        data += chunk
     return [text.strip() for text in data.decode(errors="replace").splitlines()]

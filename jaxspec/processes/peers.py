@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Mapping
 
-from jaxspec.processes.places import Place
-from jaxspec.system.terminal import say
+from jaxspec.processes.places import JobMember
+from jaxspec.system.terminal import print_line
 
-_BEAT = 1.0
+_HEARTBEAT_SECONDS = 1.0
 """Seconds between two signs of life."""
 _SILENT_SECONDS = 6.0
 """After so long without one, a process is named before JAX gives it up: also what only keeps
@@ -25,168 +25,177 @@ Python busy can be silent, so nothing is done about it here."""
 _ERROR_GRACE, _SIGNAL_GRACE = 10.0, 2.0
 """Seconds in which a process may end by itself after another has told of its end: most errors, and
 most signals, come to all."""
-_HERE, _LEFT, _ENDED = "jaxspec here", "jaxspec left", "jaxspec ended"
-_GOES_ON = "the same command goes on from the last checkpoint"
-_WHY = 500
+_ALIVE_MESSAGE, _LEFT_MESSAGE, _ENDED_PREFIX = "jaxspec here", "jaxspec left", "jaxspec ended"
+_RESUME_HINT = "the same command goes on from the last checkpoint"
+_MAX_REASON = 500
 """Characters of a reason that are passed on."""
 
 
 class Peers:
     """The other ends of this process's lines: process 0 for most, and for it all the others."""
 
-    def __init__(self, place: Place, lines: Mapping[int, socket.socket]) -> None:
-        self._place, self._lines = place, dict(lines)
-        self._heard = dict.fromkeys(lines, time.monotonic())
-        self._texts = dict.fromkeys(lines, b"")
-        self._ending = False
-        self._gone: set[int] = set()  # those who have said their last word, or hung up
-        self._hung_up: set[int] = set()
-        self._leaving, self._let_go = threading.Event(), threading.Event()
-        self._saying = threading.Lock()
-        for line in self._lines.values():
-            line.settimeout(_BEAT)
-        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+    def __init__(self, member: JobMember, connections: Mapping[int, socket.socket]) -> None:
+        self._member, self._connections = member, dict(connections)
+        self._last_heard = dict.fromkeys(connections, time.monotonic())
+        self._buffers = dict.fromkeys(connections, b"")
+        self._is_ending = False
+        self._departed: set[int] = set()  # those who have said their last word, or hung up
+        self._disconnected: set[int] = set()
+        self._leave_event, self._release_event = threading.Event(), threading.Event()
+        self._print_lock = threading.Lock()
+        for connection in self._connections.values():
+            connection.settimeout(_HEARTBEAT_SECONDS)
+        threading.Thread(target=self._watch_connections, name="peers", daemon=True).start()
 
-    def leave(self, status: int, why: str) -> None:
+    def announce_end(self, status: int, reason: str) -> None:
         """Tells the others that this process ends: without a reason as they do, with one ahead of
         them; then returns when it may go, or after some seconds.
 
         Process 0 goes last, and the others when it has said that it goes: JAX's own end is loud
         where it misses one of them.
         """
-        with self._saying:  # Python aborts where a thread prints while the main one goes
-            self._leaving.set()
+        with self._print_lock:  # Python aborts where a thread prints while the main one goes
+            self._leave_event.set()
         grace = _SIGNAL_GRACE if status > 128 else _ERROR_GRACE
-        self._tell(self._ended(status, grace, f"has ended: {why}") if why else _LEFT)
-        if why:
-            self._let_go.wait(_ERROR_GRACE + 2 * _BEAT)
+        self._broadcast(
+            self._format_end(status, grace, f"has ended: {reason}") if reason else _LEFT_MESSAGE
+        )
+        if reason:
+            self._release_event.wait(_ERROR_GRACE + 2 * _HEARTBEAT_SECONDS)
 
-    def _ended(self, status: int, grace: float, how: str, process: int | None = None) -> str:
-        process = self._place.process if process is None else process
-        return f"{_ENDED} {status} {process} {grace} {how}"
+    def _format_end(
+        self, status: int, grace: float, cause: str, process_id: int | None = None
+    ) -> str:
+        process_id = self._member.process_id if process_id is None else process_id
+        return f"{_ENDED_PREFIX} {status} {process_id} {grace} {cause}"
 
-    def _tell(self, word: str) -> None:
-        text = " ".join(word.splitlines())[:_WHY]
-        for process, line in self._lines.items():
-            if process not in self._hung_up:
+    def _broadcast(self, message: str) -> None:
+        text = " ".join(message.splitlines())[:_MAX_REASON]
+        for process_id, connection in self._connections.items():
+            if process_id not in self._disconnected:
                 with contextlib.suppress(OSError):  # who has hung up is noticed where it is read
-                    line.sendall(f"{text}\n".encode())
+                    connection.sendall(f"{text}\n".encode())
 
-    def _watch(self) -> None:
+    def _watch_connections(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for process, line in self._lines.items():
-                selector.register(line, selectors.EVENT_READ, process)
-            beat = time.monotonic()
+            for process_id, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, process_id)
+            last_beat = time.monotonic()
             while selector.get_map():
-                for key, _ in selector.select(_BEAT):
-                    if not self._hear(key.data):
+                for key, _ in selector.select(_HEARTBEAT_SECONDS):
+                    if not self._receive_from(key.data):
                         selector.unregister(key.fileobj)
-                now = time.monotonic()
-                if now - beat >= _BEAT:
-                    self._tell(_HERE)
+                current_time = time.monotonic()
+                if current_time - last_beat >= _HEARTBEAT_SECONDS:
+                    self._broadcast(_ALIVE_MESSAGE)
                     # After being held up itself, it has not read yet what came meanwhile.
-                    if now - beat < 2 * _BEAT:
-                        self._name_the_silent(now)
-                    beat = now
+                    if current_time - last_beat < 2 * _HEARTBEAT_SECONDS:
+                        self._report_silent_peers(current_time)
+                    last_beat = current_time
 
-    def _hear(self, process: int) -> bool:
+    def _receive_from(self, process_id: int) -> bool:
         """Takes what has come from a process; whether there may be more."""
         try:
-            data = self._lines[process].recv(4096)
+            data = self._connections[process_id].recv(4096)
         except TimeoutError:
             return True
         except OSError:
             data = b""
-        self._heard[process] = time.monotonic()
-        *words, self._texts[process] = (self._texts[process] + data).split(b"\n")
-        for word in words:
-            self._take(process, word.decode(errors="replace"))
+        self._last_heard[process_id] = time.monotonic()
+        *messages, self._buffers[process_id] = (self._buffers[process_id] + data).split(b"\n")
+        for message in messages:
+            self._handle_message(process_id, message.decode(errors="replace"))
         if not data:
-            self._hung_up.add(process)
-        if not data and process not in self._gone:
-            without = "has ended without a word (killed, or out of memory)"
-            self._gone.add(process)
-            self._end_too(process, 1, f"{without}; {_GOES_ON}", 0.0)
-        if len(self._hung_up if self._place.process == 0 else self._gone) == len(self._lines):
-            self._let_go.set()
+            self._disconnected.add(process_id)
+        if not data and process_id not in self._departed:
+            cause = "has ended without a word (killed, or out of memory)"
+            self._departed.add(process_id)
+            self._follow_end(process_id, 1, f"{cause}; {_RESUME_HINT}", 0.0)
+        if len(self._disconnected if self._member.process_id == 0 else self._departed) == len(
+            self._connections
+        ):
+            self._release_event.set()
         return bool(data)
 
-    def _take(self, process: int, word: str) -> None:
-        if word == _LEFT:
-            self._gone.add(process)
-        if word.startswith(_ENDED):
-            status, ended, grace, how = word.removeprefix(_ENDED).split(maxsplit=3)
-            if int(ended) == process:  # process 0 tells of others too
-                self._gone.add(process)
-            self._end_too(int(ended), int(status), how, float(grace))
+    def _handle_message(self, process_id: int, message: str) -> None:
+        if message == _LEFT_MESSAGE:
+            self._departed.add(process_id)
+        if message.startswith(_ENDED_PREFIX):
+            status, ended_id, grace, cause = message.removeprefix(_ENDED_PREFIX).split(maxsplit=3)
+            if int(ended_id) == process_id:  # process 0 tells of others too
+                self._departed.add(process_id)
+            self._follow_end(int(ended_id), int(status), cause, float(grace))
 
-    def _end_too(self, ended: int, status: int, how: str, grace: float) -> None:
+    def _follow_end(self, ended_id: int, status: int, cause: str, grace: float) -> None:
         """Ends this process because another has ended, unless it ends by itself meanwhile."""
-        if self._leaving.is_set() or self._ending:
+        if self._leave_event.is_set() or self._is_ending:
             return
-        self._ending = True  # what others do because of that is no news
-        if self._place.process == 0:
-            self._tell(self._ended(status, grace, how, ended))
-        told = f"process {ended} of {self._place.processes} {how}"
-        threading.Thread(target=self._end, args=(told, status, grace), daemon=True).start()
+        self._is_ending = True  # what others do because of that is no news
+        if self._member.process_id == 0:
+            self._broadcast(self._format_end(status, grace, cause, ended_id))
+        notice = f"process {ended_id} of {self._member.process_count} {cause}"
+        threading.Thread(
+            target=self._end_process, args=(notice, status, grace), daemon=True
+        ).start()
 
-    def _end(self, told: str, status: int, grace: float) -> None:
-        if grace and self._leaving.wait(_BEAT):  # it was the end of all
+    def _end_process(self, notice: str, status: int, grace: float) -> None:
+        if grace and self._leave_event.wait(_HEARTBEAT_SECONDS):  # it was the end of all
             return
-        self._say(f"{told}; this process ends too")
-        if grace and self._leaving.wait(grace):
+        self._print_message(f"{notice}; this process ends too")
+        if grace and self._leave_event.wait(grace):
             return
-        if self._place.process == 0:
-            self._tell(self._ended(status, grace, "has ended too"))
-            self._let_go.wait(2 * _BEAT)
+        if self._member.process_id == 0:
+            self._broadcast(self._format_end(status, grace, "has ended too"))
+            self._release_event.wait(2 * _HEARTBEAT_SECONDS)
         os._exit(status)
 
-    def _name_the_silent(self, now: float) -> None:
-        if self._ending:
+    def _report_silent_peers(self, current_time: float) -> None:
+        if self._is_ending:
             return
-        for process, heard in self._heard.items():
-            if process not in self._gone and now - heard > _SILENT_SECONDS:
-                self._heard[process] = now + 3600.0  # once is enough
-                self._say(
-                    f"process {process} of {self._place.processes} has not been heard of for"
-                    f" {now - heard:.0f} s: it is stopped, or its machine is gone or very busy. JAX"
-                    f" ends the others when its heartbeats stay away; {_GOES_ON}"
+        for process_id, last_heard in self._last_heard.items():
+            if process_id not in self._departed and current_time - last_heard > _SILENT_SECONDS:
+                self._last_heard[process_id] = current_time + 3600.0  # once is enough
+                self._print_message(
+                    f"process {process_id} of {self._member.process_count} has not been heard of"
+                    f" for {current_time - last_heard:.0f} s: it is stopped, or its machine is gone"
+                    " or very busy. JAX ends the others when its heartbeats stay away;"
+                    f" {_RESUME_HINT}"
                 )
 
-    def _say(self, text: str) -> None:
+    def _print_message(self, text: str) -> None:
         """Says it, unless this process is leaving, whose own last words are said."""
-        with self._saying:
-            if not self._leaving.is_set():
-                say(text)
+        with self._print_lock:
+            if not self._leave_event.is_set():
+                print_line(text)
 
 
-_held: Peers | None = None
+_peers: Peers | None = None
 """This process's, as JAX has one client for it."""
 
 
-def hold(place: Place, lines: Mapping[int, socket.socket]) -> None:
+def watch_peers(member: JobMember, connections: Mapping[int, socket.socket]) -> None:
     """Keeps the lines of a meeting, and from now on notices who ends."""
-    global _held
-    if lines:
-        _held = Peers(place, lines)
+    global _peers
+    if connections:
+        _peers = Peers(member, connections)
 
 
-def held() -> bool:
+def has_peers() -> bool:
     """Whether there are others who should know how this process ends."""
-    return _held is not None
+    return _peers is not None
 
 
-def wait_for_word() -> None:
+def wait_for_peer_failure() -> None:
     """Gives the lines time to end this process with the name of who has ended, before it says by
     itself that somebody has."""
-    if _held is not None:
-        time.sleep(2 * _BEAT)
+    if _peers is not None:
+        time.sleep(2 * _HEARTBEAT_SECONDS)
 
 
-def leave(status: int, why: str = "") -> None:
-    """Tells the other processes, if there are any, that this one ends, as `Peers.leave` does; with
-    a reason the process ends here."""
-    if _held is not None:
-        _held.leave(status, why)
-        if why:
+def leave_job(status: int, reason: str = "") -> None:
+    """Tells the other processes, if there are any, that this one ends, as `Peers.announce_end`
+    does; with a reason the process ends here."""
+    if _peers is not None:
+        _peers.announce_end(status, reason)
+        if reason:
             os._exit(status)

@@ -14,69 +14,74 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-ITERATORS = (
+ITERATOR_TYPES = (
     *(map, filter, zip, range, enumerate, reversed, types.GeneratorType),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
 """What is given as the list of what it yields."""
-MOST = 100_000
+MAX_ITEMS = 100_000
 """Values that are taken from an iterator."""
 
 
-def encoded(value: Any, kept: list[Any]) -> list[Any]:
-    """A value as JSON: plain ones by type, others by their number among the objects `kept`."""
-    kind = type(value)
-    if value is None or kind in (bool, str):
-        return [kind.__name__, value]
-    if kind in (int, float, complex):
-        return [kind.__name__, repr(value)]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, list(value)]
-    if kind in (list, tuple, set, frozenset):
-        return [kind.__name__, [encoded(each, kept) for each in value]]
-    if isinstance(value, dict) and kind.__module__ in ("builtins", "collections"):
-        return ["dict", [[encoded(k, kept), encoded(v, kept)] for k, v in dict.items(value)]]
-    if kind.__name__ == "deque" and kind.__module__ == "collections":
-        return ["list", [encoded(each, kept) for each in value]]
-    if kind in ITERATORS or (hasattr(kind, "__next__") and kind.__module__ == "itertools"):
-        found = [each for each, _ in zip(value, range(MOST), strict=False)]
-        return ["iterator", [encoded(each, kept) for each in found]]
+def encode_value(value: Any, objects: list[Any]) -> list[Any]:
+    """A value as JSON: plain ones by type, others by their number among `objects`."""
+    value_type = type(value)
+    if value is None or value_type in (bool, str):
+        return [value_type.__name__, value]
+    if value_type in (int, float, complex):
+        return [value_type.__name__, repr(value)]
+    if value_type in (bytes, bytearray):
+        return [value_type.__name__, list(value)]
+    if value_type in (list, tuple, set, frozenset):
+        return [value_type.__name__, [encode_value(item, objects) for item in value]]
+    if isinstance(value, dict) and value_type.__module__ in ("builtins", "collections"):
+        return [
+            "dict",
+            [[encode_value(k, objects), encode_value(v, objects)] for k, v in dict.items(value)],
+        ]
+    if value_type.__name__ == "deque" and value_type.__module__ == "collections":
+        return ["list", [encode_value(item, objects) for item in value]]
+    if value_type in ITERATOR_TYPES or (
+        hasattr(value_type, "__next__") and value_type.__module__ == "itertools"
+    ):
+        items = [item for item, _ in zip(value, range(MAX_ITEMS), strict=False)]
+        return ["iterator", [encode_value(item, objects) for item in items]]
     name = getattr(value, "__name__", "")
-    if kind is type and getattr(builtins, name, None) is value:
+    if value_type is type and getattr(builtins, name, None) is value:
         return ["type", name]
-    kept.append(value)
-    return ["object", len(kept) - 1]
+    objects.append(value)
+    return ["object", len(objects) - 1]
 
 
-def decoded(value: list[Any], thing: Callable[[int], Any]) -> Any:
-    """A value out of JSON; `thing` makes what stands for an object that is not here, of its
+def decode_value(value: list[Any], make_object: Callable[[int], Any]) -> Any:
+    """A value out of JSON; `make_object` makes what stands for an object that is not here, of its
     number."""
-    kind, content = value
-    if kind in ("NoneType", "bool", "str"):
+    type_name, content = value
+    if type_name in ("NoneType", "bool", "str"):
         return content
-    if kind in ("int", "float", "complex"):
-        return {"int": int, "float": float, "complex": complex}[kind](content)
-    if kind in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[kind](list(content))
-    if kind == "dict":
-        return {decoded(k, thing): decoded(v, thing) for k, v in content}
-    if kind == "type" and isinstance(getattr(builtins, content), type):
+    if type_name in ("int", "float", "complex"):
+        return {"int": int, "float": float, "complex": complex}[type_name](content)
+    if type_name in ("bytes", "bytearray"):
+        return {"bytes": bytes, "bytearray": bytearray}[type_name](list(content))
+    if type_name == "dict":
+        return {decode_value(k, make_object): decode_value(v, make_object) for k, v in content}
+    if type_name == "type" and isinstance(getattr(builtins, content), type):
         return getattr(builtins, content)
-    if kind == "object":
-        return thing(content)
-    found = [decoded(each, thing) for each in content]
-    return iter(found) if kind == "iterator" else KINDS[kind](found)
+    if type_name == "object":
+        return make_object(content)
+    items = [decode_value(item, make_object) for item in content]
+    return iter(items) if type_name == "iterator" else CONTAINER_TYPES[type_name](items)
 
 
-KINDS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+CONTAINER_TYPES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def main() -> None:
     """Arguments: the descriptors to read from and to write to, seconds of processor time."""
-    reads, writes, seconds = map(int, sys.argv[1:])
-    questions = os.fdopen(reads, encoding="utf-8")
-    answers = os.fdopen(writes, "w", encoding="utf-8")
-    for limit, most in (
+    read_fd, write_fd, seconds = map(int, sys.argv[1:])
+    questions = os.fdopen(read_fd, encoding="utf-8")
+    answers = os.fdopen(write_fd, "w", encoding="utf-8")
+    for resource_kind, limit in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, 2**30),
         (resource.RLIMIT_FSIZE, 2**20),
@@ -84,35 +89,41 @@ def main() -> None:
         (resource.RLIMIT_NPROC, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(limit, (most, most))
+        resource.setrlimit(resource_kind, (limit, limit))
     sys.setrecursionlimit(5000)
     answers.write("ready\n")
     answers.flush()
-    names: dict[str, Any] = {"__name__": "__main__"}
-    kept: list[Any] = []
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    objects: list[Any] = []
     for line in questions:
-        asked = json.loads(line)
+        question = json.loads(line)
         try:
-            if "program" in asked:
-                exec(compile(asked["program"], "program", "exec"), names)
-                modules = [name for name, value in names.items() if type(value) is type(sys)]
-                found = [name for name, value in names.items() if callable(value)]
-                answer = {"names": found, "modules": modules}
+            if "program" in question:
+                exec(compile(question["program"], "program", "exec"), namespace)
+                modules = [name for name, value in namespace.items() if type(value) is type(sys)]
+                callables = [name for name, value in namespace.items() if callable(value)]
+                answer = {"names": callables, "modules": modules}
             else:
-                given = [decoded(each, kept.__getitem__) for each in asked["arguments"]]
-                named = {
-                    name: decoded(each, kept.__getitem__) for name, each in asked["named"].items()
+                arguments = [
+                    decode_value(argument, objects.__getitem__)
+                    for argument in question["arguments"]
+                ]
+                keywords = {
+                    name: decode_value(argument, objects.__getitem__)
+                    for name, argument in question["named"].items()
                 }
-                to = asked["to"]
-                own = names[to] if type(to) is str else kept[to]
-                match asked["do"]:
+                receiver_key = question["to"]
+                receiver = (
+                    namespace[receiver_key] if type(receiver_key) is str else objects[receiver_key]
+                )
+                match question["do"]:
                     case "get":
-                        value = getattr(own, *given)
+                        value = getattr(receiver, *arguments)
                     case "set":
-                        value = setattr(own, *given)
+                        value = setattr(receiver, *arguments)
                     case _:
-                        value = own(*given, **named)
-                answer = {"value": encoded(value, kept)}
+                        value = receiver(*arguments, **keywords)
+                answer = {"value": encode_value(value, objects)}
         except BaseException as error:  # noqa: BLE001 - whatever a program raises is told
             answer = {"raised": type(error).__name__, "why": str(error)[:200]}
         answers.write(json.dumps(answer) + "\n")

@@ -26,11 +26,11 @@ from typing import Any
 
 from jaxspec.rewards import candidate, namespaces
 
-_SOURCE = Path(candidate.__file__)
-_NAMESPACES = Path(namespaces.__file__)
-_BUBBLEWRAP = (
+_CANDIDATE_FILE = Path(candidate.__file__)
+_NAMESPACES_FILE = Path(namespaces.__file__)
+_BUBBLEWRAP_OPTIONS = (
     *("--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
-    *(word for path in namespaces.SEEN for word in ("--ro-bind-try", path, path)),
+    *(word for path in namespaces.VISIBLE_PATHS for word in ("--ro-bind-try", path, path)),
     *("--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--tmpfs", "/tmp"),
 )
 SANDBOXES = {
@@ -40,37 +40,37 @@ SANDBOXES = {
     "": "no sandbox, as none works here: with all that you may read, write and reach",
 }
 """How programs may run, from the strictest."""
-MEMORY = 2**30
+MAX_MEMORY = 2**30
 """Bytes of all processes of a program together."""
-PROCESSES = 64
-_INTERVAL = 0.05
+MAX_PROCESSES = 64
+_WATCH_INTERVAL = 0.05
 """Seconds between two looks at them."""
-_PATIENCE = 30.0
+_SANDBOX_TIMEOUT = 30.0
 """Seconds that a sandbox may take to be tried."""
-_ROUNDS = 1000
+_MAX_KILL_ROUNDS = 1000
 """Times that processes are ended which start others meanwhile."""
 
 
-class Failed(Exception):
+class ProgramError(Exception):
     """A program cannot be run, or a call of it raised what has no name here."""
 
 
-class Thing:
+class RemoteObject:
     """An object of the program's: its attributes and calls are asked for; it equals nothing but
     itself."""
 
-    def __init__(self, number: int, process: "_Process") -> None:
+    def __init__(self, number: int, process: "_ProgramProcess") -> None:
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_process", process)
 
     def __getattr__(self, name: str) -> Any:
-        return self._process.ask("get", self._number, name)
+        return self._process.request_value("get", self._number, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._process.ask("set", self._number, name, value)
+        self._process.request_value("set", self._number, name, value)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._process.ask("call", self._number, *arguments, **named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._process.request_value("call", self._number, *arguments, **keywords)
 
 
 @functools.cache
@@ -81,27 +81,27 @@ def find_sandbox() -> str:
             tempfile.TemporaryDirectory() as folder,
             contextlib.suppress(OSError, subprocess.TimeoutExpired),
         ):
-            tried = subprocess.run(
-                _command(name, folder, "pass"),
+            trial = subprocess.run(
+                _build_command(name, folder, "pass"),
                 capture_output=True,
                 check=False,
-                timeout=_PATIENCE,
+                timeout=_SANDBOX_TIMEOUT,
             )
-            if not tried.returncode:
+            if not trial.returncode:
                 return name
     return ""
 
 
-def _command(sandbox: str, folder: str, source: str, *arguments: str) -> list[str]:
+def _build_command(sandbox: str, folder: str, source: str, *arguments: str) -> list[str]:
     """What runs a source of Python in a sandbox and a folder."""
     python = [os.path.realpath(sys.executable), "-I", "-B", "-c"]
     match sandbox:
         case "namespaces":
-            return [*python, _NAMESPACES.read_text("utf-8"), folder, source, *arguments]
+            return [*python, _NAMESPACES_FILE.read_text("utf-8"), folder, source, *arguments]
         case "bubblewrap":
-            place = ["--bind", folder, folder, "--chdir", folder]
-            program = shutil.which("bwrap") or "bwrap"
-            return [program, *_BUBBLEWRAP, *place, *python, source, *arguments]
+            folder_options = ["--bind", folder, folder, "--chdir", folder]
+            bubblewrap = shutil.which("bwrap") or "bwrap"
+            return [bubblewrap, *_BUBBLEWRAP_OPTIONS, *folder_options, *python, source, *arguments]
         case _:
             return [*python, source, *arguments]
 
@@ -113,33 +113,39 @@ def is_test(tests: str) -> bool:
         tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError):
         return False
-    called = {
+    called_names = {
         node.func.id
-        for node in _outside_functions(tree)
+        for node in _walk_outside_functions(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    run = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in called]
-    within = [each for node in run for each in ast.walk(node)]
-    return any(isinstance(node, ast.Assert) for node in (*_outside_functions(tree), *within))
+    called_functions = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name in called_names
+    ]
+    inner_nodes = [inner_node for node in called_functions for inner_node in ast.walk(node)]
+    return any(
+        isinstance(node, ast.Assert) for node in (*_walk_outside_functions(tree), *inner_nodes)
+    )
 
 
-def _outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+def _walk_outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node
-            yield from _outside_functions(node)
+            yield from _walk_outside_functions(node)
 
 
-class _Counted(ast.NodeTransformer):
+class _AssertCounter(ast.NodeTransformer):
     """Has every assert that holds counted, so that tests which never come to one prove nothing."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         """The assert, and a call after it."""
-        count = ast.parse("__held__()").body
-        return [node, *(ast.copy_location(each, node) for each in count)]
+        count_call = ast.parse("__held__()").body
+        return [node, *(ast.copy_location(statement, node) for statement in count_call)]
 
 
-def passes(tests: str, program: str, seconds: float, folder: str, sandbox: str) -> bool:
+def passes_tests(tests: str, program: str, seconds: float, folder: str, sandbox: str) -> bool:
     """Whether all of `tests`, a program of asserts whose author is trusted, hold of what `program`
     defines, and there is one. The program runs in one of `SANDBOXES`, in `folder`, which is made,
     and removed.
@@ -147,189 +153,209 @@ def passes(tests: str, program: str, seconds: float, folder: str, sandbox: str) 
     Raises:
       OSError: no process can be started here, which says nothing of the program.
     """
-    held: list[None] = []
+    passed_asserts: list[None] = []
     # what is suppressed is of tests that fail, and of whatever they call
-    with _Process(folder, seconds, sandbox) as process, contextlib.suppress(Exception, SystemExit):
+    with (
+        _ProgramProcess(folder, seconds, sandbox) as process,
+        contextlib.suppress(Exception, SystemExit),
+    ):
         tree = ast.parse(tests)
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        counted = ast.fix_missing_locations(_Counted().visit(tree))
-        names = process.define(program, used)
-        names |= {"__name__": "__main__", "__held__": lambda: held.append(None)}
-        exec(compile(counted, "tests", "exec"), names)
-        return bool(held)
+        used_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        counted_tree = ast.fix_missing_locations(_AssertCounter().visit(tree))
+        namespace = process.load_program(program, used_names)
+        namespace |= {"__name__": "__main__", "__held__": lambda: passed_asserts.append(None)}
+        exec(compile(counted_tree, "tests", "exec"), namespace)
+        return bool(passed_asserts)
     return False
 
 
-def remove(folder: str) -> None:
+def remove_folder(folder: str) -> None:
     """Removes a folder, however deep, if it is there."""
     subprocess.run(["/bin/rm", "-rf", folder], capture_output=True, check=False)
 
 
-class _Process:
+class _ProgramProcess:
     """The process that a program runs in."""
 
     def __init__(self, folder: str, seconds: float, sandbox: str) -> None:
-        self._folder, self._before = folder, children()
+        self._folder, self._existing_children = folder, list_children()
         Path(folder).mkdir(exist_ok=True)
-        reads, self._to = os.pipe()
-        self._from, writes = os.pipe()
-        limits = [str(reads), str(writes), str(int(seconds) + 1)]
+        child_read_fd, self._write_fd = os.pipe()
+        self._read_fd, child_write_fd = os.pipe()
+        child_arguments = [str(child_read_fd), str(child_write_fd), str(int(seconds) + 1)]
         try:
             self._process = subprocess.Popen(
-                _command(sandbox, folder, _SOURCE.read_text("utf-8"), *limits),
+                _build_command(
+                    sandbox, folder, _CANDIDATE_FILE.read_text("utf-8"), *child_arguments
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(reads, writes),
+                pass_fds=(child_read_fd, child_write_fd),
                 env={"PATH": "/usr/bin:/bin", "HOME": folder},
                 cwd=folder,
             )
         except OSError:
-            os.close(self._to)
-            os.close(self._from)
+            os.close(self._write_fd)
+            os.close(self._read_fd)
             raise
         finally:
-            os.close(reads)
-            os.close(writes)
-        self._asks = os.fdopen(self._to, "w", encoding="utf-8")
-        self._hears = os.fdopen(self._from, encoding="utf-8")
-        self._over = threading.Event()
-        self._watcher = threading.Thread(target=self._watch)
+            os.close(child_read_fd)
+            os.close(child_write_fd)
+        self._question_file = os.fdopen(self._write_fd, "w", encoding="utf-8")
+        self._answer_file = os.fdopen(self._read_fd, encoding="utf-8")
+        self._stop_event = threading.Event()
+        self._watcher = threading.Thread(target=self._watch_resources)
         self._watcher.start()
-        if not self._hears.readline():  # nothing of the program has run yet
+        if not self._answer_file.readline():  # nothing of the program has run yet
             self.__exit__()
             raise OSError("the process that is to run the program has ended")
 
-    def __enter__(self) -> "_Process":
+    def __enter__(self) -> "_ProgramProcess":
         return self
 
-    def _watch(self) -> None:
+    def _watch_resources(self) -> None:
         """Ends the program once all its processes together are too many or too large: limits of the
         system are for each of them."""
-        while not self._over.wait(_INTERVAL):
-            own = [pid for pid in children() if pid not in self._before]
-            below = [*own, *descendants(own)]
-            if len(below) > PROCESSES + len(own) or sum(map(memory, below)) > MEMORY:
-                end_descendants(self._before)
+        while not self._stop_event.wait(_WATCH_INTERVAL):
+            children = [pid for pid in list_children() if pid not in self._existing_children]
+            program_pids = [*children, *list_descendants(children)]
+            if (
+                len(program_pids) > MAX_PROCESSES + len(children)
+                or sum(map(measure_memory, program_pids)) > MAX_MEMORY
+            ):
+                end_descendants(self._existing_children)
                 return
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stop_event.set()
         self._watcher.join()
         with contextlib.suppress(OSError):
-            self._asks.close()
-        self._hears.close()
-        end_descendants(self._before)
+            self._question_file.close()
+        self._answer_file.close()
+        end_descendants(self._existing_children)
         self._process.wait()
-        remove(self._folder)
+        remove_folder(self._folder)
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        self._asks.write(json.dumps(question) + "\n")
-        self._asks.flush()
-        line = self._hears.readline(2**24)
+    def _send_question(self, question: dict[str, Any]) -> dict[str, Any]:
+        self._question_file.write(json.dumps(question) + "\n")
+        self._question_file.flush()
+        line = self._answer_file.readline(2**24)
         if not line.endswith("\n"):
-            raise Failed("the program's process has ended, or says too much")
+            raise ProgramError("the program's process has ended, or says too much")
         answer = json.loads(line)
         if "raised" in answer:
-            raised = getattr(builtins, str(answer["raised"]), None)
+            builtin = getattr(builtins, str(answer["raised"]), None)
             # A StopIteration would end what the tests go through as if nothing had come after it.
-            kind = raised if isinstance(raised, type) and issubclass(raised, Exception) else Failed
-            ends = issubclass(kind, StopIteration | StopAsyncIteration)
-            raise (Failed if ends else kind)(answer.get("why", ""))
+            error_type = (
+                builtin
+                if isinstance(builtin, type) and issubclass(builtin, Exception)
+                else ProgramError
+            )
+            ends_iteration = issubclass(error_type, StopIteration | StopAsyncIteration)
+            raise (ProgramError if ends_iteration else error_type)(answer.get("why", ""))
         return answer
 
-    def define(self, program: str, used: set[str]) -> dict[str, Any]:
+    def load_program(self, program: str, used_names: set[str]) -> dict[str, Any]:
         """Runs a program; returns what stands here for its functions and modules among the names
         that tests use.
 
         A function with the name of one of Python's own is among them only where there is no other:
         or else a program could redefine what the tests measure with.
         """
-        answer = self._ask({"program": program})
+        answer = self._send_question({"program": program})
         functions, modules = ({str(name) for name in answer[key]} for key in ("names", "modules"))
-        functions &= used
-        own = functions - {*dir(builtins)}
-        functions = own if own or len(functions) > 1 else functions
-        imported = modules & used & sys.stdlib_module_names
+        functions &= used_names
+        new_functions = functions - {*dir(builtins)}
+        functions = new_functions if new_functions or len(functions) > 1 else functions
+        module_names = modules & used_names & sys.stdlib_module_names
         return {
-            **{name: importlib.import_module(name) for name in imported},
-            **{name: functools.partial(self.ask, "call", name) for name in functions},
+            **{name: importlib.import_module(name) for name in module_names},
+            **{name: functools.partial(self.request_value, "call", name) for name in functions},
         }
 
-    def ask(self, do: str, to: str | int, /, *arguments: Any, **named: Any) -> Any:
+    def request_value(
+        self, action: str, receiver: str | int, /, *arguments: Any, **keywords: Any
+    ) -> Any:
         """What a call of a function or an object of the program, or an attribute of it, gives."""
         question = {
-            "do": do,
-            "to": to,
-            "arguments": [self._sent(each) for each in arguments],
-            "named": {word: self._sent(each) for word, each in named.items()},
+            "do": action,
+            "to": receiver,
+            "arguments": [self._encode_argument(argument) for argument in arguments],
+            "named": {name: self._encode_argument(argument) for name, argument in keywords.items()},
         }
-        value = self._ask(question)["value"]
-        return candidate.decoded(value, lambda number: Thing(number, self))
+        value = self._send_question(question)["value"]
+        return candidate.decode_value(value, lambda number: RemoteObject(number, self))
 
     @staticmethod
-    def _sent(value: Any) -> Any:
+    def _encode_argument(value: Any) -> Any:
         """An argument, in which things go back as the objects that they stand for."""
-        things: list[Any] = []
-        sent = candidate.encoded(value, things)
-        if not things:
-            return sent
-        return _numbered(sent, things)
+        objects: list[Any] = []
+        encoded = candidate.encode_value(value, objects)
+        if not objects:
+            return encoded
+        return _replace_object_numbers(encoded, objects)
 
 
-def _numbered(sent: Any, things: list[Any]) -> Any:
+def _replace_object_numbers(encoded: Any, objects: list[Any]) -> Any:
     """What was sent, with the numbers of the program's objects in place of those here."""
-    if isinstance(sent, list) and len(sent) == 2 and sent[0] == "object":
-        thing = things[sent[1]]
-        if not isinstance(thing, Thing):
-            raise Failed(f"a test gives a {type(thing).__name__}, which cannot be sent")
-        return ["object", thing._number]
-    return [_numbered(each, things) for each in sent] if isinstance(sent, list) else sent
+    if isinstance(encoded, list) and len(encoded) == 2 and encoded[0] == "object":
+        remote_object = objects[encoded[1]]
+        if not isinstance(remote_object, RemoteObject):
+            raise ProgramError(
+                f"a test gives a {type(remote_object).__name__}, which cannot be sent"
+            )
+        return ["object", remote_object._number]
+    return (
+        [_replace_object_numbers(item, objects) for item in encoded]
+        if isinstance(encoded, list)
+        else encoded
+    )
 
 
-def end_descendants(spared: Collection[int] = ()) -> None:
+def end_descendants(excluded_pids: Collection[int] = ()) -> None:
     """Ends all processes below this one but those spared, also those that wanted a life of their
     own; this process must be the one that adopts orphans (`adopt_orphans`)."""
-    for _ in range(_ROUNDS):
-        below = [pid for pid in children() if pid not in spared]
-        if not below:
+    for _ in range(_MAX_KILL_ROUNDS):
+        pids = [pid for pid in list_children() if pid not in excluded_pids]
+        if not pids:
             return
-        killed = []
-        for pid in below:
+        killed_pids = []
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-        if not killed:  # to wait for others could take for ever
+                killed_pids.append(pid)
+        if not killed_pids:  # to wait for others could take for ever
             return
-        for pid in killed:
+        for pid in killed_pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """Processes that this one is the parent of."""
-    return _children(os.getpid())
+    return _read_child_pids(os.getpid())
 
 
-def descendants(pids: Iterable[int]) -> list[int]:
+def list_descendants(pids: Iterable[int]) -> list[int]:
     """Processes below others."""
-    found, left = [], [*pids]
-    while left:
-        nearer = _children(left.pop())
-        found += nearer
-        left += nearer
-    return found
+    descendant_pids, pending_pids = [], [*pids]
+    while pending_pids:
+        child_pids = _read_child_pids(pending_pids.pop())
+        descendant_pids += child_pids
+        pending_pids += child_pids
+    return descendant_pids
 
 
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
+def _read_child_pids(pid: int) -> list[int]:
+    child_pids: list[int] = []
     with contextlib.suppress(OSError):  # it may have ended meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-    return found
+            child_pids += map(int, (thread / "children").read_text().split())
+    return child_pids
 
 
-def memory(pid: int) -> int:
+def measure_memory(pid: int) -> int:
     """Bytes of a process that no file holds."""
     text = ""
     with contextlib.suppress(OSError):
@@ -341,18 +367,18 @@ def memory(pid: int) -> int:
 def adopt_orphans() -> None:
     """Makes this process the parent of those below it whose parent has ended, where the system can
     (Linux)."""
-    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    _call_prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def signal_parent_death(number: int, parent: int) -> None:
     """Has this process get a signal when its parent ends, where the system can (Linux); at once if
     `parent` is its parent no more."""
-    _prctl(1, number)  # PR_SET_PDEATHSIG
+    _call_prctl(1, number)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):

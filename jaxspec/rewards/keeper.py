@@ -24,323 +24,346 @@ from jaxspec.rewards.code import (
     adopt_orphans,
     end_descendants,
     find_sandbox,
-    remove,
+    remove_folder,
     signal_parent_death,
 )
-from jaxspec.rewards.worker import TOKEN, Channel, frame_task, take_answer, work
+from jaxspec.rewards.worker import TOKEN_SIZE, WorkerChannel, frame_task, pop_answer, run_worker
 
-START = 120.0
+START_TIMEOUT = 120.0
 """Seconds that a worker may take to import a user's module."""
-RECYCLED = 2000
+MAX_WORKER_TASKS = 2000
 """Tasks after which a worker is replaced: what sympy keeps in memory only grows."""
-FAILURES = 5
+MAX_START_FAILURES = 5
 """Workers in a row that may end before they are ready, once one has been."""
-FIRST = 1 / 3
+FIRST_TRY_SHARE = 1 / 3
 """Share of the seconds of a task that it may take beside others; one that is late is tried once
 more, alone, for the rest."""
-ALONE = 8
+MAX_EXCLUSIVE_RETRIES = 8
 """Tasks of a batch whose second try has the pool to itself; that many late ones are no accident."""
-BATCH = 20
+BATCH_DEADLINES = 20
 """Deadlines that a batch may take, beside the usual time of its tasks."""
-USUAL = 0.1
+USUAL_CHECK_SHARE = 0.1
 """Usual time of a check of jaxspec, in deadlines."""
-_ORPHANED = signal.SIGUSR1
-"""Signal at the end of a thread of the asker, or of all of them."""
+_ORPHAN_SIGNAL = signal.SIGUSR1
+"""Signal at the end of a thread of the client, or of all of them."""
 
 
 @dataclasses.dataclass
-class Worker:
+class WorkerProcess:
     """A process that answers one task after another."""
 
     pid: int
-    tasks: socket.socket
+    connection: socket.socket
     """Never waits."""
     token: bytes
     """Begins all its answers."""
-    ends: float
+    deadline: float
     """When it is late."""
     unsent: bytes = b""
     """Rest of its task."""
-    heard: bytearray = dataclasses.field(default_factory=bytearray)
+    received_bytes: bytearray = dataclasses.field(default_factory=bytearray)
     """Part of an answer."""
     task: "Task | None" = None
-    ready: bool = False
-    done: int = 0
+    is_ready: bool = False
+    answered_count: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One of a batch."""
 
-    batch: int
+    batch_id: int
     index: int
     content: list[Any]
-    again: bool = False
+    is_retry: bool = False
     """It was late before."""
-    alone: bool = False
+    is_exclusive: bool = False
     """Nothing else may run beside it."""
 
 
 @dataclasses.dataclass
-class Batch:
+class TaskBatch:
     """Tasks whose answers are wanted together."""
 
     answers: list[Any]
-    left: int
-    seconds: float
+    pending_count: int
+    max_seconds: float
     """Most that it may take."""
-    ends: float = math.inf
+    deadline: float = math.inf
     """When no task of it begins any more; counted from its first task."""
-    over: bool = False
+    is_expired: bool = False
     """That time has come."""
-    again: int = 0
-    wanted: bool = False
+    retry_count: int = 0
+    is_requested: bool = False
 
 
 class Keeper:
-    """The workers, and what they have to do. `seconds`: that a task may take in all; `folder`: of
-    the programs, which goes away at the end."""
+    """The workers, and what they have to do. `task_seconds`: that a task may take in all; `folder`:
+    of the programs, which goes away at the end."""
 
     def __init__(
-        self, asker: Connection, workers: int, seconds: float, function: str, folder: str
+        self, client: Connection, worker_count: int, task_seconds: float, function: str, folder: str
     ) -> None:
-        self._asker, self._seconds, self._function = asker, seconds, function
+        self._client, self._task_seconds, self._function = client, task_seconds, function
         self._queue: collections.deque[Task] = collections.deque()
-        self._batches: dict[int, Batch] = {}
-        self._started, self._failures = False, 0
+        self._batches: dict[int, TaskBatch] = {}
+        self._has_started, self._start_failures = False, 0
         self._folder = folder
-        self._workers: list[Worker] = []
-        for _ in range(workers):
-            self._workers.append(self._forked())
+        self._workers: list[WorkerProcess] = []
+        for _ in range(worker_count):
+            self._workers.append(self._fork_worker())
 
-    def serve(self) -> None:
-        """Until the asker is gone."""
+    def serve_client(self) -> None:
+        """Until the client is gone."""
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                self._assign()
+                self._assign_tasks()
                 poll = select.poll()
-                poll.register(self._asker.fileno(), select.POLLIN)
-                numbers = {}
+                poll.register(self._client.fileno(), select.POLLIN)
+                workers_by_fd = {}
                 for worker in self._workers:
-                    numbers[worker.tasks.fileno()] = worker
+                    workers_by_fd[worker.connection.fileno()] = worker
                     poll.register(
-                        worker.tasks.fileno(),
+                        worker.connection.fileno(),
                         select.POLLIN | (select.POLLOUT if worker.unsent else 0),
                     )
-                for number, event in poll.poll(self._patience()):
-                    worker = numbers.get(number)
+                for fd, event in poll.poll(self._poll_timeout()):
+                    worker = workers_by_fd.get(fd)
                     if worker is None:
-                        self._listen(json.loads(self._asker.recv_bytes()))
+                        self._receive_request(json.loads(self._client.recv_bytes()))
                     elif event == select.POLLOUT:
-                        self._send(worker)
+                        self._send_task(worker)
                     else:
-                        self._hear(worker)
+                        self._receive_answer(worker)
                 for worker in list(self._workers):
-                    if is_busy(worker) and time.monotonic() >= worker.ends:
-                        self._lost(worker)
-                self._cut_batches()
-                self._tell()
+                    if is_busy(worker) and time.monotonic() >= worker.deadline:
+                        self._handle_loss(worker)
+                self._expire_batches()
+                self._send_answers()
         while self._workers:
-            self._end(self._workers[0])
+            self._end_worker(self._workers[0])
             del self._workers[0]
-        remove(self._folder)
+        remove_folder(self._folder)
 
-    def _patience(self) -> float | None:
+    def _poll_timeout(self) -> float | None:
         """Milliseconds until something is late, if something can be."""
-        ends = [worker.ends for worker in self._workers if is_busy(worker)]
-        ends += [batch.ends for batch in self._batches.values()]
-        soonest = min(ends, default=math.inf)
-        left = max(0.0, soonest - time.monotonic())
-        return None if math.isinf(left) else 1000 * left + 1
+        deadlines = [worker.deadline for worker in self._workers if is_busy(worker)]
+        deadlines += [batch.deadline for batch in self._batches.values()]
+        soonest = min(deadlines, default=math.inf)
+        remaining_seconds = max(0.0, soonest - time.monotonic())
+        return None if math.isinf(remaining_seconds) else 1000 * remaining_seconds + 1
 
-    def _assign(self) -> None:
+    def _assign_tasks(self) -> None:
         """Gives tasks to idle workers; a second try only while nothing else runs."""
         for worker in list(self._workers):
-            busy = [each.task for each in self._workers if each.task]
-            if is_busy(worker) or not self._queue or any(task.alone for task in busy):
+            running = [peer.task for peer in self._workers if peer.task]
+            if is_busy(worker) or not self._queue or any(task.is_exclusive for task in running):
                 continue
-            if self._queue[0].alone and busy:
+            if self._queue[0].is_exclusive and running:
                 return
             task = self._queue.popleft()
-            theirs, now = task.content[0] == "rows", time.monotonic()
-            share = (1 - FIRST) if task.again else 1.0 if theirs else FIRST
-            worker.task, worker.ends = task, now + share * self._seconds
-            batch = self._batches[task.batch]
-            batch.ends = min(batch.ends, now + batch.seconds)
+            is_user_call, start_time = task.content[0] == "rows", time.monotonic()
+            share = (
+                (1 - FIRST_TRY_SHARE) if task.is_retry else 1.0 if is_user_call else FIRST_TRY_SHARE
+            )
+            worker.task, worker.deadline = task, start_time + share * self._task_seconds
+            batch = self._batches[task.batch_id]
+            batch.deadline = min(batch.deadline, start_time + batch.max_seconds)
             content = task.content
             if content[0] in ("code", "sandbox"):
                 content = [*content, find_sandbox()]
             worker.unsent = frame_task(content)
-            self._send(worker)
+            self._send_task(worker)
 
-    def _send(self, worker: Worker) -> None:
+    def _send_task(self, worker: WorkerProcess) -> None:
         """Sends as much of a worker's task as it takes now."""
         # An end is heard next.
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while worker.unsent:
-                worker.unsent = worker.unsent[worker.tasks.send(worker.unsent) :]
+                worker.unsent = worker.unsent[worker.connection.send(worker.unsent) :]
 
-    def _listen(self, message: dict[str, Any]) -> None:
-        number = message["batch"]
+    def _receive_request(self, message: dict[str, Any]) -> None:
+        batch_id = message["batch"]
         if "tasks" not in message:
-            self._batches[number].wanted = True
+            self._batches[batch_id].is_requested = True
             return
         tasks = message["tasks"]
-        calls = sum(task[0] == "rows" for task in tasks)
-        usual = (calls + USUAL * (len(tasks) - calls)) / len(self._workers)
-        seconds = self._seconds * (BATCH + usual)
-        self._batches[number] = Batch([None] * len(tasks), len(tasks), seconds)
-        self._queue.extend(Task(number, index, task) for index, task in enumerate(tasks))
+        call_count = sum(task[0] == "rows" for task in tasks)
+        load = (call_count + USUAL_CHECK_SHARE * (len(tasks) - call_count)) / len(self._workers)
+        max_seconds = self._task_seconds * (BATCH_DEADLINES + load)
+        self._batches[batch_id] = TaskBatch([None] * len(tasks), len(tasks), max_seconds)
+        self._queue.extend(Task(batch_id, index, task) for index, task in enumerate(tasks))
 
-    def _hear(self, worker: Worker) -> None:
+    def _receive_answer(self, worker: WorkerProcess) -> None:
         """Reads from a worker as much as there is; an answer that nobody asked for, or that is
         none, has the worker replaced."""
         try:
-            part = worker.tasks.recv(2**20)
+            chunk = worker.connection.recv(2**20)
         except BlockingIOError:
             return
         except OSError:
-            part = b""
-        if not part:
-            self._lost(worker)
+            chunk = b""
+        if not chunk:
+            self._handle_loss(worker)
             return
-        worker.heard += part
+        worker.received_bytes += chunk
         try:
-            answer = take_answer(worker.heard, worker.token)
+            answer = pop_answer(worker.received_bytes, worker.token)
         except ValueError:
-            self._lost(worker, wrote=True)
+            self._handle_loss(worker, wrote_invalid=True)
             return
         if answer is None:
             return
-        if not worker.ready:
+        if not worker.is_ready:
             if "failed" in answer:
-                self._fail(answer["failed"])
-            worker.ready, self._started, self._failures = True, True, 0
+                self._report_failure(answer["failed"])
+            worker.is_ready, self._has_started, self._start_failures = True, True, 0
             return
         task, worker.task = worker.task, None
         if task is None:
-            self._lost(worker, wrote=True)
+            self._handle_loss(worker, wrote_invalid=True)
             return
-        worker.done += 1
-        if worker.done >= RECYCLED or worker.heard:
-            self._replace(worker)
-        self._answered(task, answer)
+        worker.answered_count += 1
+        if worker.answered_count >= MAX_WORKER_TASKS or worker.received_bytes:
+            self._replace_worker(worker)
+        self._record_answer(task, answer)
 
-    def _lost(self, worker: Worker, wrote: bool = False) -> None:
+    def _handle_loss(self, worker: WorkerProcess, wrote_invalid: bool = False) -> None:
         """Replaces a worker that is late, dead, or wrote something else than an answer. Its task is
         tried once more, alone, or settled."""
-        task, late = worker.task, time.monotonic() >= worker.ends
-        if not worker.ready:
-            self._failures += 1
-            if not self._started or self._failures > FAILURES:
-                how = f"is not ready within {START:.0f} seconds" if late else "ends while it starts"
-                how = "writes to the connection of the pool while it starts" if wrote else how
-                self._fail(f"a worker {how}{', importing the function' * bool(self._function)}")
-        self._replace(worker)
+        task, is_late = worker.task, time.monotonic() >= worker.deadline
+        if not worker.is_ready:
+            self._start_failures += 1
+            if not self._has_started or self._start_failures > MAX_START_FAILURES:
+                failure = (
+                    f"is not ready within {START_TIMEOUT:.0f} seconds"
+                    if is_late
+                    else "ends while it starts"
+                )
+                failure = (
+                    "writes to the connection of the pool while it starts"
+                    if wrote_invalid
+                    else failure
+                )
+                self._report_failure(
+                    f"a worker {failure}{', importing the function' * bool(self._function)}"
+                )
+        self._replace_worker(worker)
         if task is None:
             return
-        batch = self._batches[task.batch]
-        theirs = task.content[0] == "rows"
-        if not (theirs or task.again or batch.over):
-            batch.again += 1
-            alone = batch.again <= ALONE
-            self._queue.appendleft(dataclasses.replace(task, again=True, alone=alone))
-        elif wrote and theirs:
-            self._answered(task, {"error": "a call wrote to the connection of the pool"})
+        batch = self._batches[task.batch_id]
+        is_user_call = task.content[0] == "rows"
+        if not (is_user_call or task.is_retry or batch.is_expired):
+            batch.retry_count += 1
+            is_exclusive = batch.retry_count <= MAX_EXCLUSIVE_RETRIES
+            self._queue.appendleft(
+                dataclasses.replace(task, is_retry=True, is_exclusive=is_exclusive)
+            )
+        elif wrote_invalid and is_user_call:
+            self._record_answer(task, {"error": "a call wrote to the connection of the pool"})
         else:
-            self._answered(task, {"timeout" if late else "died": True})
+            self._record_answer(task, {"timeout" if is_late else "died": True})
 
-    def _cut_batches(self) -> None:
+    def _expire_batches(self) -> None:
         """Settles what has not begun of batches whose time is over."""
-        for number, batch in self._batches.items():
-            if time.monotonic() < batch.ends:
+        for batch_id, batch in self._batches.items():
+            if time.monotonic() < batch.deadline:
                 continue
-            batch.over, batch.ends = True, math.inf
-            mine = [task for task in self._queue if task.batch == number]
-            for task in mine:
-                answer = {"timeout": True} if task.again else {"unjudged": batch.seconds}
-                self._answered(task, answer)
-            left = (task for task in self._queue if task.batch != number)
-            self._queue = collections.deque(left)
+            batch.is_expired, batch.deadline = True, math.inf
+            batch_tasks = [task for task in self._queue if task.batch_id == batch_id]
+            for task in batch_tasks:
+                answer = {"timeout": True} if task.is_retry else {"unjudged": batch.max_seconds}
+                self._record_answer(task, answer)
+            other_tasks = (task for task in self._queue if task.batch_id != batch_id)
+            self._queue = collections.deque(other_tasks)
 
-    def _fail(self, reason: str) -> NoReturn:
+    def _report_failure(self, reason: str) -> NoReturn:
         """Says why there are no workers, and is done."""
-        self._asker.send_bytes(json.dumps({"failed": reason}).encode())
+        self._client.send_bytes(json.dumps({"failed": reason}).encode())
         raise EOFError
 
-    def _answered(self, task: Task, answer: Any) -> None:
-        batch = self._batches[task.batch]
+    def _record_answer(self, task: Task, answer: Any) -> None:
+        batch = self._batches[task.batch_id]
         batch.answers[task.index] = answer
-        batch.left -= 1
+        batch.pending_count -= 1
 
-    def _tell(self) -> None:
-        for number, batch in list(self._batches.items()):
-            if batch.wanted and not batch.left and self._started:
-                del self._batches[number]
-                answers = {"batch": number, "answers": batch.answers}
-                self._asker.send_bytes(json.dumps(answers).encode())
+    def _send_answers(self) -> None:
+        for batch_id, batch in list(self._batches.items()):
+            if batch.is_requested and not batch.pending_count and self._has_started:
+                del self._batches[batch_id]
+                answers = {"batch": batch_id, "answers": batch.answers}
+                self._client.send_bytes(json.dumps(answers).encode())
 
-    def _replace(self, worker: Worker) -> None:
-        self._end(worker)
-        self._workers[self._workers.index(worker)] = self._forked()
+    def _replace_worker(self, worker: WorkerProcess) -> None:
+        self._end_worker(worker)
+        self._workers[self._workers.index(worker)] = self._fork_worker()
 
-    def _forked(self) -> Worker:
-        here, away = socket.socketpair()
-        here.setblocking(False)
-        token, keeper = os.urandom(TOKEN), os.getpid()
-        others = [self._asker, here, *(worker.tasks for worker in self._workers)]
+    def _fork_worker(self) -> WorkerProcess:
+        keeper_socket, worker_socket = socket.socketpair()
+        keeper_socket.setblocking(False)
+        token, keeper_pid = os.urandom(TOKEN_SIZE), os.getpid()
+        inherited_sockets = [
+            self._client,
+            keeper_socket,
+            *(worker.connection for worker in self._workers),
+        ]
         pid = os.fork()
         if pid == 0:
             try:
-                signal.signal(_ORPHANED, signal.SIG_DFL)
-                signal_parent_death(signal.SIGKILL, keeper)
-                for other in others:  # or else nobody would hear when this process is alone
-                    other.close()
-                channel = Channel(away, token)
-                work(channel, self._function, self._seconds, f"{self._folder}/{os.getpid()}")
+                signal.signal(_ORPHAN_SIGNAL, signal.SIG_DFL)
+                signal_parent_death(signal.SIGKILL, keeper_pid)
+                # or else nobody would hear when this process is alone
+                for connection in inherited_sockets:
+                    connection.close()
+                channel = WorkerChannel(worker_socket, token)
+                run_worker(
+                    channel, self._function, self._task_seconds, f"{self._folder}/{os.getpid()}"
+                )
             finally:
                 os._exit(0)
-        away.close()
-        return Worker(pid, here, token, time.monotonic() + START)
+        worker_socket.close()
+        return WorkerProcess(pid, keeper_socket, token, time.monotonic() + START_TIMEOUT)
 
-    def _end(self, worker: Worker) -> None:
-        worker.tasks.close()
-        for end in (os.killpg, os.kill):  # it may not have a session of its own yet
+    def _end_worker(self, worker: WorkerProcess) -> None:
+        worker.connection.close()
+        for kill in (os.killpg, os.kill):  # it may not have a session of its own yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                end(worker.pid, signal.SIGKILL)
+                kill(worker.pid, signal.SIGKILL)
         os.waitpid(worker.pid, 0)
         # what it started and let go is this process's now
-        end_descendants([other.pid for other in self._workers if other is not worker])
-        remove(f"{self._folder}/{worker.pid}")
+        end_descendants([peer.pid for peer in self._workers if peer is not worker])
+        remove_folder(f"{self._folder}/{worker.pid}")
 
 
-def is_busy(worker: Worker) -> bool:
+def is_busy(worker: WorkerProcess) -> bool:
     """Whether a worker starts, or has a task."""
-    return worker.task is not None or not worker.ready
+    return worker.task is not None or not worker.is_ready
 
 
 def main() -> None:
-    """Arguments: the descriptor to ask through, the asker's process, workers, seconds of a task, a
+    """Arguments: the descriptor to ask through, the client's process, workers, seconds of a task, a
     user's function."""
-    descriptor, asker, workers, seconds, function = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    descriptor, client_pid, workers, task_seconds, function = sys.argv[1:]
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # who asks may still have work to finish; its end is the end
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal_number, signal.SIG_IGN)
     folder = tempfile.mkdtemp(prefix="jaxspec-")
 
-    def end_orphaned(*_: object) -> None:
+    def exit_orphaned(*_: object) -> None:
         # The signal also comes at the end of the thread that started this process.
-        if os.getppid() != int(asker):
+        if os.getppid() != int(client_pid):
             end_descendants()
-            remove(folder)
+            remove_folder(folder)
             os._exit(1)
 
-    signal.signal(_ORPHANED, end_orphaned)
-    signal_parent_death(_ORPHANED, int(asker))
+    signal.signal(_ORPHAN_SIGNAL, exit_orphaned)
+    signal_parent_death(_ORPHAN_SIGNAL, int(client_pid))
     with contextlib.suppress(ImportError):
         import math_verify  # noqa: F401  # pyright: ignore[reportMissingImports] - for all workers
     adopt_orphans()
-    Keeper(Connection(int(descriptor)), int(workers), float(seconds), function, folder).serve()
+    Keeper(
+        Connection(int(descriptor)), int(workers), float(task_seconds), function, folder
+    ).serve_client()
 
 
 if __name__ == "__main__":

@@ -24,23 +24,32 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 )
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 NOEXEC, NOATIME, NODIRATIME, RELATIME = 8, 1024, 2048, 1 << 21
-KEPT = NOSUID | NODEV | NOEXEC | NOATIME | NODIRATIME
+LOCKED_FLAGS = NOSUID | NODEV | NOEXEC | NOATIME | NODIRATIME
 DETACH = 2
-SEEN = "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", sys.base_prefix
+VISIBLE_PATHS = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    sys.base_prefix,
+)
 """What Python needs to run."""
 DEVICES = "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"
-HOME = "/tmp"
+HOME_FOLDER = "/tmp"
 """The folder in memory."""
-SIZE = "64m"
+TMPFS_SIZE = "64m"
 """Of all files in it together."""
-FILES = "10k"
-NOBODY = 65534
-FIRST_USER = 2_000_000_000
+TMPFS_FILES = "10k"
+NOBODY_UID = 65534
+FIRST_UID = 2_000_000_000
 """Where jaxspec runs as root, each program has a user of its own from here on, or else the limit of
 processes would be one for all of them."""
 
 
-class _Linux:
+class _SystemCalls:
     """Calls of the system that raise OSError."""
 
     def __init__(self) -> None:
@@ -49,16 +58,19 @@ class _Linux:
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._library, name)
 
-        def call(*arguments: Any) -> None:
-            given = [each.encode() if isinstance(each, str) else each for each in arguments]
-            if function(*given) != 0:
+        def call_checked(*arguments: Any) -> None:
+            encoded_arguments = [
+                argument.encode() if isinstance(argument, str) else argument
+                for argument in arguments
+            ]
+            if function(*encoded_arguments) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, f"{name}: {os.strerror(number)}")
 
-        return call
+        return call_checked
 
 
-def enter(root: str) -> None:
+def enter_sandbox(root: str) -> None:
     """Shuts this process off from the rest of the system; `root` is an empty folder.
 
     Returns in a child of this process, which ends with it.
@@ -66,102 +78,108 @@ def enter(root: str) -> None:
     Raises:
       OSError: the system does not allow it.
     """
-    linux, parent, user = _Linux(), os.getppid(), FIRST_USER + os.getpid()
-    own = _unshare(linux)
-    _end_with(linux, parent)
+    syscalls, parent, user = _SystemCalls(), os.getppid(), FIRST_UID + os.getpid()
+    has_user_namespace = _unshare_namespaces(syscalls)
+    _end_with_parent(syscalls, parent)
     child = os.fork()
     if child:
         os.closerange(0, 2**16)  # or else nobody would hear the child's end
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) and 1)
-    _see_little(linux, root)
-    _drop_privileges(linux, None if own else user)
+    _mount_minimal_root(syscalls, root)
+    _drop_privileges(syscalls, None if has_user_namespace else user)
     # The parent is outside of the namespace, and so has no number here.
-    _end_with(linux, 0)
+    _end_with_parent(syscalls, 0)
 
 
-def _unshare(linux: _Linux) -> bool:
+def _unshare_namespaces(syscalls: _SystemCalls) -> bool:
     """Leaves the namespaces of the system; returns whether the new ones belong to a new user
     namespace, which root needs none of."""
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     user, group = os.geteuid(), os.getegid()
     with contextlib.suppress(OSError):
-        linux.unshare(flags)
+        syscalls.unshare(flags)
         return False
-    linux.unshare(flags | NEWUSER)
+    syscalls.unshare(flags | NEWUSER)
     for file, text in (
         ("setgroups", "deny"),
-        ("uid_map", f"{NOBODY} {user} 1"),
-        ("gid_map", f"{NOBODY} {group} 1"),
+        ("uid_map", f"{NOBODY_UID} {user} 1"),
+        ("gid_map", f"{NOBODY_UID} {group} 1"),
     ):
         Path(f"/proc/self/{file}").write_text(text, encoding="ascii")
     return True
 
 
-def _see_little(linux: _Linux, root: str) -> None:
+def _mount_minimal_root(syscalls: _SystemCalls, root: str) -> None:
     """Puts a file system in memory at `root`, with little in it, and makes it the only one."""
     os.umask(0o022)
-    linux.mount("none", "/", None, REC | PRIVATE, None)
-    linux.mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"mode=755,size={SIZE},nr_inodes={FILES}")
-    for path in (*SEEN, *DEVICES):
-        _show(linux, Path(path), Path(root + path))
-    for path in ("/proc", "/dev/shm", HOME):
+    syscalls.mount("none", "/", None, REC | PRIVATE, None)
+    syscalls.mount(
+        "tmpfs",
+        root,
+        "tmpfs",
+        NOSUID | NODEV,
+        f"mode=755,size={TMPFS_SIZE},nr_inodes={TMPFS_FILES}",
+    )
+    for path in (*VISIBLE_PATHS, *DEVICES):
+        _bind_mount(syscalls, Path(path), Path(root + path))
+    for path in ("/proc", "/dev/shm", HOME_FOLDER):
         Path(root + path).mkdir(parents=True, exist_ok=True)
-    for path in ("/dev/shm", HOME):
+    for path in ("/dev/shm", HOME_FOLDER):
         Path(root + path).chmod(0o1777)
     with contextlib.suppress(OSError):  # in some containers; then there is none
-        linux.mount("proc", f"{root}/proc", "proc", NOSUID | NODEV, None)
+        syscalls.mount("proc", f"{root}/proc", "proc", NOSUID | NODEV, None)
     with contextlib.suppress(OSError):
         # Shared memory that no process is attached to would count for none.
         Path("/proc/sys/kernel/shmall").write_text("0", encoding="ascii")
     os.chdir(root)
-    linux.pivot_root(".", ".")
-    linux.umount2(".", DETACH)
-    os.chdir(HOME)
+    syscalls.pivot_root(".", ".")
+    syscalls.umount2(".", DETACH)
+    os.chdir(HOME_FOLDER)
 
 
-def _show(linux: _Linux, path: Path, there: Path) -> None:
+def _bind_mount(syscalls: _SystemCalls, source: Path, target: Path) -> None:
     """Has a path be seen at another, read-only unless it is a device."""
-    if not path.exists() or there.exists() or there.is_symlink():
+    if not source.exists() or target.exists() or target.is_symlink():
         return
-    there.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():
-        there.symlink_to(path.readlink())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        target.symlink_to(source.readlink())
         return
-    if path.is_dir():
-        there.mkdir()
+    if source.is_dir():
+        target.mkdir()
     else:
-        there.touch()
-    linux.mount(str(path), str(there), None, BIND | REC, None)
-    if not path.is_char_device():
+        target.touch()
+    syscalls.mount(str(source), str(target), None, BIND | REC, None)
+    if not source.is_char_device():
         # Flags of the mount that is shown must stay. `statvfs` has another number for one of them.
-        flags = os.statvfs(path).f_flag
-        flags = flags & KEPT | RELATIME * bool(flags & 4096)
-        linux.mount(None, str(there), None, REMOUNT | BIND | RDONLY | flags, None)
+        flags = os.statvfs(source).f_flag
+        flags = flags & LOCKED_FLAGS | RELATIME * bool(flags & 4096)
+        syscalls.mount(None, str(target), None, REMOUNT | BIND | RDONLY | flags, None)
 
 
-def _drop_privileges(linux: _Linux, user: int | None) -> None:
+def _drop_privileges(syscalls: _SystemCalls, user: int | None) -> None:
     """Leaves nothing of root in this process, which becomes a user; None: it is nobody already."""
     if user is not None:
         try:
-            _become(user)
+            _set_user(user)
         except OSError:  # a container may know few users
-            _become(NOBODY)
-    version, no_set = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    linux.capset(version, no_set)
-    linux.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    linux.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, or else /proc/self would be root's
+            _set_user(NOBODY_UID)
+    header, empty_sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    syscalls.capset(header, empty_sets)
+    syscalls.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    syscalls.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, or else /proc/self would be root's
 
 
-def _become(user: int) -> None:
+def _set_user(user: int) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
-def _end_with(linux: _Linux, parent: int) -> None:
+def _end_with_parent(syscalls: _SystemCalls, parent: int) -> None:
     """Ends this process when its parent ends."""
-    linux.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+    syscalls.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
@@ -170,8 +188,8 @@ def main() -> None:
     """Arguments: an empty folder, a source, and its arguments."""
     root, source = sys.argv[1:3]
     del sys.argv[1:3]
-    enter(root)
-    os.environ["HOME"] = HOME
+    enter_sandbox(root)
+    os.environ["HOME"] = HOME_FOLDER
     exec(compile(source, "candidate", "exec"), {"__name__": "__main__"})
 
 

@@ -25,13 +25,13 @@ class Scores(NamedTuple):
 
     rewards: Float32[np.ndarray, " rows"]
     outcomes: Int8[np.ndarray, " rows"]
-    known: Bool[np.ndarray, " rows"]
+    valid: Bool[np.ndarray, " rows"]
     """Rows that a reward is known of; the others must not be learnt from."""
     reason: str = ""
     """Why the first of the others has none."""
 
 
-def nothing_known(rows: int, reason: str) -> Scores:
+def make_invalid_scores(row_count: int, reason: str) -> Scores:
     """Scores of rows of which nothing is known, and why."""
-    outcomes = np.full(rows, Outcome.ERROR, np.int8)
-    return Scores(np.zeros(rows, np.float32), outcomes, np.zeros(rows, bool), reason)
+    outcomes = np.full(row_count, Outcome.ERROR, np.int8)
+    return Scores(np.zeros(row_count, np.float32), outcomes, np.zeros(row_count, bool), reason)

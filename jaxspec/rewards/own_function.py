@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 from jaxspec.inputs import own_code
 
-OUTCOMES = "correct", "wrong", "no_answer"
+OUTCOME_NAMES = "correct", "wrong", "no_answer"
 """What a user's function may call a response."""
-OWN = "function(prompts, responses, answers, rows)"
-VERL = "compute_score(data_source, solution_str, ground_truth, extra_info)"
-VERL_BATCH = "compute_score(data_sources, solution_strs, ground_truths, extra_infos)"
-TRL = "function(prompts, completions, **columns)"
-REFERENCES = "ground_truth", "solution", "answer", "answers"
+LIST_FORM = "function(prompts, responses, answers, rows)"
+VERL_FORM = "compute_score(data_source, solution_str, ground_truth, extra_info)"
+VERL_BATCH_FORM = "compute_score(data_sources, solution_strs, ground_truths, extra_infos)"
+TRL_FORM = "function(prompts, completions, **columns)"
+REFERENCE_NAMES = "ground_truth", "solution", "answer", "answers"
 """Names by which functions of TRL's form ask for the references, where no column has them."""
 
 
-class OwnFunction(NamedTuple):
+class UserFunction(NamedTuple):
     """A user's function."""
 
     call: Callable[..., Any]
@@ -27,7 +27,7 @@ class OwnFunction(NamedTuple):
     """The form of another project that it was written for, in words."""
 
 
-def adapt_function(function: Callable[..., Any]) -> OwnFunction:
+def adapt_function(function: Callable[..., Any]) -> UserFunction:
     """Finds out how a function is to be called, by the names of its parameters.
 
     Raises:
@@ -36,69 +36,81 @@ def adapt_function(function: Callable[..., Any]) -> OwnFunction:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some functions in C nothing is known
-        return OwnFunction(function)
-    names = signature.parameters
-    if "solution_str" in names:
-        _require_given(signature, "verl", _verl_row("", "", "", {}))
-        return OwnFunction(_row_by_row(function, signature), f"verl's form, row by row: {VERL}")
-    if "solution_strs" in names:
-        _require_given(signature, "verl", _verl_rows([], [], [], []))
-        return OwnFunction(_all_rows(function, signature), f"verl's form: {VERL_BATCH}")
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
+        return UserFunction(function)
+    parameters = signature.parameters
+    if "solution_str" in parameters:
+        _require_provided(signature, "verl", _build_verl_arguments("", "", "", {}))
+        return UserFunction(
+            _wrap_verl_row(function, signature), f"verl's form, row by row: {VERL_FORM}"
+        )
+    if "solution_strs" in parameters:
+        _require_provided(signature, "verl", _build_verl_batch([], [], [], []))
+        return UserFunction(
+            _wrap_verl_batch(function, signature), f"verl's form: {VERL_BATCH_FORM}"
+        )
+    accepts_any_keyword = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     try:
         signature.bind([], [], [], [])
     except TypeError as error:
-        if "completions" not in names:
+        if "completions" not in parameters:
             raise TypeError(
-                f"{_name(function)}{signature} cannot be called with four lists ({error}); write it"
-                f" as {OWN}, as {VERL} (verl), or as {TRL} (TRL)"
+                f"{_function_name(function)}{signature} cannot be called with four lists ({error});"
+                f" write it as {LIST_FORM}, as {VERL_FORM} (verl), or as {TRL_FORM} (TRL)"
             ) from error
     else:
-        if "completions" not in names or (not takes_any and "rows" in names):
-            return OwnFunction(function)
-    return OwnFunction(_by_column(function, signature), f"TRL's form: {TRL}")
+        if "completions" not in parameters or (not accepts_any_keyword and "rows" in parameters):
+            return UserFunction(function)
+    return UserFunction(_wrap_trl(function, signature), f"TRL's form: {TRL_FORM}")
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _require_given(signature: inspect.Signature, whose: str, given: Mapping[str, Any]) -> None:
-    by_place = [
-        name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_ONLY
+def _require_provided(
+    signature: inspect.Signature, project: str, provided: Mapping[str, Any]
+) -> None:
+    positional_names = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.POSITIONAL_ONLY
     ]
-    if by_place:
+    if positional_names:
         raise TypeError(
-            f"it has {whose}'s form, which gives values by name, and takes {', '.join(by_place)} by"
-            " place alone; take the `/` out of its parameters"
+            f"it has {project}'s form, which gives values by name, and takes"
+            f" {', '.join(positional_names)} by place alone; take the `/` out of its parameters"
         )
-    missing = [name for name in _required(signature) if name not in given]
-    if missing:
+    missing_names = [name for name in _find_required_parameters(signature) if name not in provided]
+    if missing_names:
         raise TypeError(
-            f"it has {whose}'s form, and needs {', '.join(missing)}, which that form does not give:"
-            f" {', '.join(given)}; give {' and '.join(missing)} a default"
+            f"it has {project}'s form, and needs {', '.join(missing_names)}, which that form does"
+            f" not give: {', '.join(provided)}; give {' and '.join(missing_names)} a default"
         )
 
 
-def _required(signature: inspect.Signature) -> list[str]:
+def _find_required_parameters(signature: inspect.Signature) -> list[str]:
     """Names of parameters without a default."""
-    varying = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    variadic_kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return [
         name
-        for name, each in signature.parameters.items()
-        if each.default is each.empty and each.kind not in varying
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variadic_kinds
     ]
 
 
-def _accepted(signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
+def _select_accepted(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str, Any]:
     """Those arguments that a function takes."""
     parameters = signature.parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _verl_row(prompt: str, response: str, answer: str, row: dict[str, Any]) -> dict[str, Any]:
+def _build_verl_arguments(
+    prompt: str, response: str, answer: str, row: dict[str, Any]
+) -> dict[str, Any]:
     del prompt
     return {
         "data_source": row.get("data_source", ""),
@@ -108,46 +120,52 @@ def _verl_row(prompt: str, response: str, answer: str, row: dict[str, Any]) -> d
     }
 
 
-def _verl_rows(*columns: list[Any]) -> dict[str, list[Any]]:
-    rows = [_verl_row(*row) for row in zip(*columns, strict=True)]
-    return {f"{name}s": [row[name] for row in rows] for name in _verl_row("", "", "", {})}
+def _build_verl_batch(*columns: list[Any]) -> dict[str, list[Any]]:
+    rows = [_build_verl_arguments(*row) for row in zip(*columns, strict=True)]
+    return {
+        f"{name}s": [row[name] for row in rows] for name in _build_verl_arguments("", "", "", {})
+    }
 
 
-def _row_by_row(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    def call(*columns: list[Any]) -> list[Any]:
-        given = (_verl_row(*row) for row in zip(*columns, strict=True))
-        return [function(**_accepted(signature, each)) for each in given]
+def _wrap_verl_row(
+    function: Callable[..., Any], signature: inspect.Signature
+) -> Callable[..., Any]:
+    def call_rows(*columns: list[Any]) -> list[Any]:
+        argument_sets = (_build_verl_arguments(*row) for row in zip(*columns, strict=True))
+        return [function(**_select_accepted(signature, arguments)) for arguments in argument_sets]
 
-    return call
-
-
-def _all_rows(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    def call(*columns: list[Any]) -> Any:
-        return function(**_accepted(signature, _verl_rows(*columns)))
-
-    return call
+    return call_rows
 
 
-def _by_column(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    def call(
+def _wrap_verl_batch(
+    function: Callable[..., Any], signature: inspect.Signature
+) -> Callable[..., Any]:
+    def call_batch(*columns: list[Any]) -> Any:
+        return function(**_select_accepted(signature, _build_verl_batch(*columns)))
+
+    return call_batch
+
+
+def _wrap_trl(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    def call_columns(
         prompts: list[str], responses: list[str], answers: list[str], rows: list[dict[str, Any]]
     ) -> Any:
         chats = [row.get("prompt") for row in rows]
-        as_chat = all(_is_chat(each) for each in chats)  # TRL gives completions as prompts are
-        given: dict[str, Any] = dict.fromkeys(REFERENCES, answers)
+        is_chat = all(_is_chat(chat) for chat in chats)  # TRL gives completions as prompts are
+        arguments: dict[str, Any] = dict.fromkeys(REFERENCE_NAMES, answers)
         names = {name for row in rows for name in row}
-        given |= {name: [row.get(name) for row in rows] for name in sorted(names)}
-        given["prompts"] = chats if as_chat else prompts
-        given["completions"] = (
-            [[{"role": "assistant", "content": each}] for each in responses]
-            if as_chat
+        arguments |= {name: [row.get(name) for row in rows] for name in sorted(names)}
+        arguments["prompts"] = chats if is_chat else prompts
+        arguments["completions"] = (
+            [[{"role": "assistant", "content": response}] for response in responses]
+            if is_chat
             else responses
         )
-        given.pop("prompt", None)
-        _require_given(signature, "TRL", given)
-        return function(**_accepted(signature, given))
+        arguments.pop("prompt", None)
+        _require_provided(signature, "TRL", arguments)
+        return function(**_select_accepted(signature, arguments))
 
-    return call
+    return call_columns
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -161,78 +179,82 @@ def _is_chat(prompt: Any) -> bool:
 # ---- calls, and what comes of them
 
 
-def rewards_of(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
+def compute_rewards(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
     """What a function gives for some rows: a reward with an outcome for each, or why there is
     none."""
     try:
-        found = call(*rows)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
-        found = _listed(found, len(rows[0]))
-        if any(map(inspect.isawaitable, found)):
-            found = asyncio.run(_all_awaited(found))
+        result = call(*rows)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await_value(result))
+        result = _to_reward_list(result, len(rows[0]))
+        if any(map(inspect.isawaitable, result)):
+            result = asyncio.run(_await_all(result))
     except BaseException as error:  # noqa: BLE001 - whatever a user's function raises is told
-        return {"error": own_code.told(error)}
-    if len(found) != len(rows[0]):
-        return {"error": f"it gave {len(found)} rewards for {len(rows[0])} rows"}
+        return {"error": own_code.describe_error(error)}
+    if len(result) != len(rows[0]):
+        return {"error": f"it gave {len(result)} rewards for {len(rows[0])} rows"}
     rewards = []
-    for each in found:
+    for value in result:
         try:
-            rewards.append(_one(each))
+            rewards.append(_parse_reward(value))
         except Exception as error:  # noqa: BLE001 - the same
-            rewards.append([None, own_code.told(error)])
+            rewards.append([None, own_code.describe_error(error)])
     return {"rewards": rewards}
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+async def _await_value(value: Any) -> Any:
+    return await value
 
 
-async def _all_awaited(found: Sequence[Any]) -> list[Any]:
-    return await asyncio.gather(*(_awaited(each) for each in found))
+async def _await_all(values: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*(_await_value(value) for value in values))
 
 
-def _listed(found: Any, rows: int) -> list[Any]:
+def _to_reward_list(result: Any, row_count: int) -> list[Any]:
     """What a function returned, as a list. A text or a dictionary can be gone through, too, but
     gives characters or keys."""
-    if isinstance(found, str | bytes | Mapping | set | frozenset) or not _is_iterable(found):
-        kind = "dictionary" if isinstance(found, Mapping) else type(found).__name__
+    if isinstance(result, str | bytes | Mapping | set | frozenset) or not _is_iterable(result):
+        kind = "dictionary" if isinstance(result, Mapping) else type(result).__name__
         raise TypeError(
-            f"it returned a {kind} for {rows} rows; return a list with a number for each row"
+            f"it returned a {kind} for {row_count} rows; return a list with a number for each row"
         )
-    return list(found)
+    return list(result)
 
 
-def _is_iterable(found: Any) -> bool:
+def _is_iterable(value: Any) -> bool:
     try:
-        iter(found)
+        iter(value)
     except TypeError:
         return False
     return True
 
 
-def _one(given: Any) -> list[Any]:
+def _parse_reward(value: Any) -> list[Any]:
     """A reward and its outcome, or None and what is wrong with it."""
-    reward, outcome = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    reward, outcome = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(reward, Mapping):
-        return [None, f"it gave a dictionary, {shown(given)}, in place of a number"]
+        return [None, f"it gave a dictionary, {describe_value(value)}, in place of a number"]
     if isinstance(reward, str | bytes):  # which may be read as one
-        return [None, f"it gave {shown(given)}, which is no number but text"]
+        return [None, f"it gave {describe_value(value)}, which is no number but text"]
     if reward is None:
         return [None, "it gave None; give 0 where the function does not apply to a row"]
     try:
         number = float(reward)  # pyright: ignore[reportArgumentType] - it may be anything
     except (TypeError, ValueError):
-        return [None, f"it gave {shown(given)}, which is no number"]
+        return [None, f"it gave {describe_value(value)}, which is no number"]
     if not math.isfinite(number):
         return [None, f"it gave {number}, which is not finite"]
     if outcome is None:
         outcome = "correct" if number > 0 else "wrong"
-    if outcome not in OUTCOMES:
-        return [None, f"it gave the outcome {shown(outcome)}, which is none of {list(OUTCOMES)}"]
+    if outcome not in OUTCOME_NAMES:
+        return [
+            None,
+            f"it gave the outcome {describe_value(outcome)}, which is none of"
+            f" {list(OUTCOME_NAMES)}",
+        ]
     return [number, outcome]
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value in a message."""
-    return repr(value)[: own_code.SHOWN]
+    return repr(value)[: own_code.MAX_ERROR_LENGTH]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PATIENCE = 60.0
+_EXIT_TIMEOUT = 60.0
 """Seconds that the keeper may take to end."""
 
 
@@ -25,31 +25,31 @@ class RewardPool:
     several threads.
 
     Args:
-      workers: processes.
-      seconds: that a task may take. A check of jaxspec that is late is tried once more alone within
-        them; a call of a user's function is not.
+      worker_count: processes.
+      task_seconds: that a task may take. A check of jaxspec that is late is tried once more alone
+        within them; a call of a user's function is not.
       function: a user's, as `package.module:name` or `file.py:name`; empty: checks of jaxspec.
 
     The processes end with `close`, with this object, and with this process, however it ends.
     """
 
-    def __init__(self, workers: int, seconds: float, function: str = "") -> None:
-        here, away = socket.socketpair()
-        ends = str(away.fileno()), str(os.getpid())
-        command = [sys.executable, "-m", "jaxspec.rewards.keeper", *ends]
-        self._lock, self._count = threading.Lock(), 0
-        self._places: dict[int, list[int]] = {}
+    def __init__(self, worker_count: int, task_seconds: float, function: str = "") -> None:
+        local_socket, keeper_socket = socket.socketpair()
+        connection_arguments = str(keeper_socket.fileno()), str(os.getpid())
+        command = [sys.executable, "-m", "jaxspec.rewards.keeper", *connection_arguments]
+        self._lock, self._batch_count = threading.Lock(), 0
+        self._task_indices: dict[int, list[int]] = {}
         # A session of its own: a Ctrl-C at the terminal is for who asks.
-        with away:
+        with keeper_socket:
             self._process = subprocess.Popen(
-                [*command, str(workers), str(seconds), function],
+                [*command, str(worker_count), str(task_seconds), function],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[away.fileno()],
+                pass_fds=[keeper_socket.fileno()],
                 start_new_session=True,
             )
-        self._keeper = Connection(here.detach())
-        self._close = weakref.finalize(self, _end, self._process, self._keeper)
+        self._connection = Connection(local_socket.detach())
+        self._finalizer = weakref.finalize(self, _end_process, self._process, self._connection)
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -59,32 +59,37 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends all processes; none is left when this returns."""
-        self._close()
+        self._finalizer()
 
-    def submit(self, tasks: Sequence[list[Any]]) -> int:
+    def submit_tasks(self, tasks: Sequence[list[Any]]) -> int:
         """Has the workers begin with some tasks; returns the number to collect their answers by.
         Checks of jaxspec that are the same are done once; calls of a user's function are not.
 
         Raises:
           PoolError: the pool is broken.
         """
-        unique: dict[Any, int] = {}
-        keys = [
+        unique_indices: dict[Any, int] = {}
+        task_keys = [
             position if task[0] == "rows" else json.dumps(task)
             for position, task in enumerate(tasks)
         ]
-        places = [unique.setdefault(key, len(unique)) for key in keys]
-        first = dict(zip(reversed(places), reversed(tasks), strict=True))
+        task_indices = [unique_indices.setdefault(key, len(unique_indices)) for key in task_keys]
+        unique_tasks = dict(zip(reversed(task_indices), reversed(tasks), strict=True))
         with self._lock:
-            number, self._count = self._count, self._count + 1
-            self._send({"batch": number, "tasks": [first[place] for place in unique.values()]})
-            self._places[number] = places
-            return number
+            batch_id, self._batch_count = self._batch_count, self._batch_count + 1
+            self._send_message(
+                {
+                    "batch": batch_id,
+                    "tasks": [unique_tasks[index] for index in unique_indices.values()],
+                }
+            )
+            self._task_indices[batch_id] = task_indices
+            return batch_id
 
-    def collect(self, number: int) -> list[Any]:
-        """The answers to the tasks of `submit`, in their order, once they are all there: of a late
-        one `{"timeout": True}`, of one whose worker died `{"died": True}`, and of those that had
-        not begun when the time of the batch was over `{"unjudged": SECONDS}`.
+    def collect_answers(self, batch_id: int) -> list[Any]:
+        """The answers to the tasks of `submit_tasks`, in their order, once they are all there: of a
+        late one `{"timeout": True}`, of one whose worker died `{"died": True}`, and of those that
+        had not begun when the time of the batch was over `{"unjudged": SECONDS}`.
 
         A batch may take 20 deadlines, and for each worker's share of it a tenth of one for each
         check and one for each call of a user's function.
@@ -93,45 +98,45 @@ class RewardPool:
           PoolError: the pool is broken.
         """
         with self._lock:
-            self._send({"batch": number})
-            answers = self._received(number)
-            return [answers[place] for place in self._places.pop(number)]
+            self._send_message({"batch": batch_id})
+            answers = self._receive_answers(batch_id)
+            return [answers[index] for index in self._task_indices.pop(batch_id)]
 
     def __call__(self, tasks: Sequence[list[Any]]) -> list[Any]:
         """The answers to tasks, in their order."""
-        return self.collect(self.submit(tasks))
+        return self.collect_answers(self.submit_tasks(tasks))
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send_message(self, message: dict[str, Any]) -> None:
         try:
-            self._keeper.send_bytes(json.dumps(message).encode())
+            self._connection.send_bytes(json.dumps(message).encode())
         except OSError as error:
-            self._heard()  # its last words, if there are any
+            self._receive_message()  # its last words, if there are any
             raise PoolError("the pool is closed") from error
 
-    def _received(self, number: int) -> list[Any]:
-        message = self._heard()
-        assert message["batch"] == number, "one is asked for at a time"
+    def _receive_answers(self, batch_id: int) -> list[Any]:
+        message = self._receive_message()
+        assert message["batch"] == batch_id, "one is asked for at a time"
         return message["answers"]
 
-    def _heard(self) -> dict[str, Any]:
+    def _receive_message(self) -> dict[str, Any]:
         try:
-            message = json.loads(self._keeper.recv_bytes())
+            message = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             self.close()
-            told = (
+            reason = (
                 f"the process that keeps the workers ended with status {self._process.returncode}"
             )
-            raise PoolError(told) from error
+            raise PoolError(reason) from error
         if "failed" in message:
             self.close()
             raise PoolError(message["failed"])
         return message
 
 
-def _end(process: subprocess.Popen[bytes], keeper: Connection) -> None:
-    keeper.close()
+def _end_process(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
     try:
-        process.wait(_PATIENCE)
+        process.wait(_EXIT_TIMEOUT)
     except subprocess.TimeoutExpired:  # its workers end with it
         process.kill()
         process.wait()

@@ -5,14 +5,14 @@ from jaxtyping import Float, Int
 
 
 def overlong_penalty(
-    lengths: Int[np.ndarray, " B"], longest: int, buffer: float, penalty: float
+    lengths: Int[np.ndarray, " B"], max_length: int, buffer_fraction: float, penalty: float
 ) -> Float[np.ndarray, " B"]:
-    """0 for answers of up to (1 - buffer) * longest tokens; from there it falls along a line to
-    -penalty at `longest`. Without a `buffer`, nothing.
+    """0 for answers of up to (1 - buffer_fraction) * max_length tokens; from there it falls along a
+    line to -penalty at `max_length`. Without a `buffer_fraction`, nothing.
 
     Source: DAPO, arXiv 2503.14476, equation 13.
     """
-    if not buffer:
+    if not buffer_fraction:
         return np.zeros(len(lengths))
-    tokens = buffer * longest
-    return np.minimum((longest - tokens - lengths) / tokens * penalty, 0.0)
+    buffer_tokens = buffer_fraction * max_length
+    return np.minimum((max_length - buffer_tokens - lengths) / buffer_tokens * penalty, 0.0)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Unroll
-from jaxspec.kernels.chunks import in_chunks
-from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.kernels.chunks import map_in_chunks
+from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack, PyTree
 
 KL_DECAY = 3.0
@@ -130,7 +130,7 @@ def predicts(
 def drafted(
     network: PyTree,
     target: Decoder,
-    forward: Forward,
+    forward: DecoderOutput,
     pack: Pack,
     depths: int,
     objective: Objective,
@@ -186,7 +186,7 @@ class DraftLoss(NamedTuple):
 
 
 def draft_loss(
-    network: PyTree, target: Decoder, forward: Forward, pack: Pack, objective: Objective
+    network: PyTree, target: Decoder, forward: DecoderOutput, pack: Pack, objective: Objective
 ) -> DraftLoss:
     """The draft's loss on one pack alone, all at once. The learner, which has many, sums what
     `compared` gives."""
@@ -200,7 +200,7 @@ def draft_loss(
         return compared(network, target, target.logits(hidden_target), hidden, objective)
 
     elements = len(pack.tokens) * target.config.vocab * (1 + depths)
-    found = in_chunks(chunk, (network, target), elements, forward.hidden, hidden)
+    found = map_in_chunks(chunk, (network, target), elements, forward.hidden, hidden)
     inside = predicts(objective, pack.chosen, pack.positions, depths)
     count = jnp.maximum(jnp.sum(inside, axis=(0, 1), dtype=found.loss.dtype), 1)
     means = Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) / count for part in found))

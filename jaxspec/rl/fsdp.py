@@ -15,10 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxspec.kernels.order import Sign, after, computed
+from jaxspec.kernels.order import ReadySignal, order_after, signal_ready
 from jaxspec.mesh import DATA, ROWS, TENSOR, named, on_each_member
 from jaxspec.models.decoder import Decoder, Layers
-from jaxspec.models.lora import Adapted, applied
+from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.state import PyTree
 
 Pair = tuple[PyTree, PyTree]
@@ -38,7 +38,7 @@ class Shards:
     dtype: str
     """Of products."""
     ordered: bool
-    """Whether this mesh needs an order among collectives (`order.needed_on`)."""
+    """Whether this mesh needs an order among collectives (`order.needs_ordering`)."""
 
     def of(self, part: Callable[[Pair], Pair]) -> "Shards":
         """The shards of a part of the pair, such as a policy's layers."""
@@ -49,12 +49,12 @@ class Shards:
     def layer_whole(self, layer: Layers) -> Layers:
         """One of the policy's layers whole over `data`: its leaves are split as in the stack of
         layers, whose first axis is gone."""
-        stacked = applied(self.splits[0]).layers
+        stacked = attach_lora(self.splits[0]).layers
         return jax.tree.map(
             lambda leaf, spec: _whole(leaf, P(*tuple(spec)[1:]), self.dtype), layer, stacked
         )
 
-    def outside_whole(self, policy: Decoder | Adapted, draft: PyTree) -> Pair:
+    def outside_whole(self, policy: Decoder | AdaptedDecoder, draft: PyTree) -> Pair:
         """Policy and draft with everything whole over `data` but the policy's layers, which are
         made whole one by one as they run."""
         policy, split = (
@@ -109,8 +109,8 @@ class Shards:
             ]
             if self.ordered:
                 specs = jax.tree.leaves(self.splits[1])
-                return after(
-                    above, [computed(leaves[number], specs[number]) for number in weights]
+                return order_after(
+                    above, [signal_ready(leaves[number], specs[number]) for number in weights]
                 ), gradients
             above, done = lax.optimization_barrier((above, [leaves[number] for number in weights]))
             for number, leaf in zip(weights, done, strict=True):
@@ -123,7 +123,7 @@ class Shards:
 
     # ---- the order on CPUs
 
-    def gathered(self, networks: Pair) -> list[Sign]:
+    def gathered(self, networks: Pair) -> list[ReadySignal]:
         """Where an order is needed, signs that everything outside the policy's layers has been
         gathered."""
         outside = [
@@ -131,23 +131,23 @@ class Shards:
             for leaf, spec, inside in self._leaves(networks)
             if not inside and _split(spec).over
         ]
-        return [computed(leaf, spec) for leaf, spec in outside] if self.ordered else []
+        return [signal_ready(leaf, spec) for leaf, spec in outside] if self.ordered else []
 
-    def layers_learnt(self, gradients: Pair) -> list[Sign]:
+    def layers_learnt(self, gradients: Pair) -> list[ReadySignal]:
         """Where an order is needed, signs that the gradients of the policy's layers are there."""
         return (
-            [computed(leaf, spec) for leaf, spec, inside in self._leaves(gradients) if inside]
+            [signal_ready(leaf, spec) for leaf, spec, inside in self._leaves(gradients) if inside]
             if self.ordered
             else []
         )
 
-    def tied(self, pair: Pair, signs: list[Sign]) -> Pair:
+    def tied(self, pair: Pair, signs: list[ReadySignal]) -> Pair:
         """The pair, of which what goes between shards outside the policy's layers comes after all
         of what `signs` are of."""
         if not signs:
             return pair
         tied = [
-            leaf if inside or not _split(spec).over else after(leaf, signs)
+            leaf if inside or not _split(spec).over else order_after(leaf, signs)
             for leaf, spec, inside in self._leaves(pair)
         ]
         return jax.tree.unflatten(jax.tree.structure(pair), tied)

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import mesh as meshes
-from jaxspec.kernels.order import after, computed, needed_on
+from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
 from jaxspec.mesh import row_shards
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast
-from jaxspec.models.lora import ADAPTER_AXES, Adapted
+from jaxspec.models.layers import LOGICAL_AXES, cast_floats
+from jaxspec.models.lora import ADAPTER_AXES, AdaptedDecoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Compared, Objective
 from jaxspec.rl.loss_terms import Gap, KlPenalty, no_gap
@@ -108,7 +108,7 @@ class Learner:
     @property
     def losses(self) -> Losses:
         """What a micro-batch is read for."""
-        ordered = needed_on(self.mesh)
+        ordered = needs_ordering(self.mesh)
         return Losses(
             policy=self.policy_loss,
             aggregation=self.aggregation,
@@ -144,9 +144,11 @@ class Learner:
             self.mesh, tree, LOGICAL_AXES | ADAPTER_AXES, meshes.TRAIN_RULES, self.shard_above
         )
 
-    def start(self, policy: Decoder | Adapted, network: PyTree, online: bool) -> LearnerState:
+    def start(
+        self, policy: Decoder | AdaptedDecoder, network: PyTree, online: bool
+    ) -> LearnerState:
         """The state before the first update; `online` says whether the draft learns."""
-        kept = self.keeps_reference and not isinstance(policy, Adapted)
+        kept = self.keeps_reference and not isinstance(policy, AdaptedDecoder)
         return LearnerState(
             policy=optimizers.start(policy, self.policy_optimizer),
             draft=None if network is None else optimizers.start(network, self.draft_optimizer),
@@ -154,7 +156,7 @@ class Learner:
             version=jnp.zeros((), jnp.int32),
             recompute=jnp.asarray(self.recompute),
             # a buffer of its own: the policy's is given away
-            reference=jax.tree.map(jnp.copy, cast(policy, self.dtype)) if kept else None,
+            reference=jax.tree.map(jnp.copy, cast_floats(policy, self.dtype)) if kept else None,
         )
 
     def learn(
@@ -207,7 +209,7 @@ class Learner:
         version = state.version + wanted.astype(jnp.int32)
         # what goes on with this version comes after all that was added up for these numbers
         if self.losses.ordered:
-            version = after(version, [computed(value) for value in metrics.values()])
+            version = order_after(version, [signal_ready(value) for value in metrics.values()])
         recompute = state.recompute
         if self.policy_loss is not None:
             recompute |= metrics["rollout/probability_factor"] > self.largest_factor
@@ -215,7 +217,7 @@ class Learner:
             policy=done.policy, draft=done.draft, version=version, recompute=recompute
         ), metrics
 
-    def evaluate(self, policy: Decoder | Adapted, batch: TrainBatch) -> Sums:
+    def evaluate(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> Sums:
         """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and
         `gap` are those of `learn`."""
         alone = dataclasses.replace(self, objective=None, taps=())
@@ -313,7 +315,7 @@ class Learner:
             metrics |= of_draft
         turn = turn + 1
         if self.losses.ordered:
-            turn = after(turn, [computed(value) for value in metrics.values()])
+            turn = order_after(turn, [signal_ready(value) for value in metrics.values()])
         kept = None if draft is None else self._kept_split(draft)
         return Updated(self._kept_split(policy), kept, turn), metrics
 
@@ -329,7 +331,7 @@ class Learner:
             **sums.extremes,
         }
         if sums.experts is not None:
-            means |= sums.experts.metrics(counts.tokens)
+            means |= sums.experts.to_metrics(counts.tokens)
         return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in means.items()}
 
     def _counted(self, state: LearnerState, batch: TrainBatch, done: Updated) -> Metrics:

@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.sampling import Processing, entropy, processed_logprobs
-from jaxspec.state import Rollout
+from jaxspec.sampling import Processing, compute_logprobs, entropy
+from jaxspec.state import UNDRAFTED, Rollout
 
 
 def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
-    """True at response tokens."""
-    positions = jnp.arange(rollout.tokens.shape[1], dtype=jnp.int32)
-    return (positions >= rollout.prompt_lengths[:, None]) & (positions < rollout.lengths[:, None])
+    """True at tokens that the policy sampled."""
+    return rollout.origin >= UNDRAFTED
 
 
 def label_logprobs(
@@ -25,7 +24,7 @@ def label_logprobs(
     `produced` counts the tokens of the response before each label. A label that rounding puts just
     outside top-k or top-p here, though it was sampled, counts as inside.
     """
-    logprobs = processed_logprobs(logits, processing, produced, keep=labels)
+    logprobs = compute_logprobs(logits, processing, produced, sampled_ids=labels)
     return _at_labels(logprobs, labels), entropy(logprobs)
 
 

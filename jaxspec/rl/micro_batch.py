@@ -12,11 +12,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.inputs.spec import ModelSpec
-from jaxspec.kernels.chunks import in_chunks
-from jaxspec.kernels.order import after, computed, sequence
+from jaxspec.kernels.chunks import map_in_chunks
+from jaxspec.kernels.order import enforce_order, order_after, signal_ready
 from jaxspec.mesh import ROWS
-from jaxspec.models.decoder import Decoder, Forward, head_of, with_cast_head
-from jaxspec.models.lora import Adapted, applied
+from jaxspec.models.decoder import Decoder, DecoderOutput, cast_head, extract_head
+from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.models.moe import Traffic
 from jaxspec.rl.draft_objective import Compared, Objective, compared, drafted, predicts
 from jaxspec.rl.fsdp import Shards
@@ -192,7 +192,7 @@ class Losses:
 
     def sums(
         self,
-        policy: Decoder | Adapted,
+        policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         shards: Shards,
         online: Bool[Array, ""],
@@ -205,31 +205,31 @@ class Losses:
 
         `row` says of which row of the batch each position of the pack is.
         """
-        target, wide, depths = applied(policy), self.wide, self.depths
+        target, wide, depths = attach_lora(policy), self.wide, self.depths
         if batch.states is None:
             forward = target(
                 pack.tokens,
                 pack.positions,
                 taps=self.taps,
                 first=pack.first,
-                enter=shards.layer_whole,
-                counted=pack.chosen if self.policy else None,
+                prepare_layer=shards.layer_whole,
+                traffic_mask=pack.chosen if self.policy else None,
             )
         else:
             assert self.policy is None, "layers that are not run would learn nothing"
             kept = jax.tree.map(lambda by_row: by_row[row, pack.positions], batch.states)
-            forward = Forward(kept.hidden, kept.taps, cache=None, traffic=None)
+            forward = DecoderOutput(kept.hidden, kept.taps, cache=None, traffic=None)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depths, 0), wide)
         if self.draft is not None:
             last, network = shards.draft_first(forward.hidden, draft)
             forward = forward._replace(hidden=last)
             hidden = self._drafted(network, online, target, forward, pack, depths)
             if self.ordered:
-                (hidden,), last = sequence((hidden,), last)
+                (hidden,), last = enforce_order((hidden,), last)
                 forward = forward._replace(hidden=last)
         # Once, not in every chunk: a chunk would cast the whole head forward and backward.
         dtype = target.config.dtype
-        target, network = with_cast_head(target, dtype), with_cast_head(network, dtype)
+        target, network = cast_head(target, dtype), cast_head(network, dtype)
 
         def chunk(
             networks: Any, hidden_target: Any, hidden: Any, labels: Any, produced: Any
@@ -241,7 +241,7 @@ class Losses:
             if self.draft is None:
                 return logprobs, entropy, nothing
             if self.ordered:
-                (logprobs, entropy), hidden = sequence((logprobs, entropy), hidden)
+                (logprobs, entropy), hidden = enforce_order((logprobs, entropy), hidden)
             run = partial(compared, network, lax.stop_gradient(target), objective=self.draft)
             # The draft's loss reads the policy's logits and must have no gradient in its weights.
             logits = lax.stop_gradient(logits)
@@ -249,8 +249,8 @@ class Losses:
 
         elements = len(pack.tokens) * target.config.vocab * (1 + depths)
         parts = forward.hidden, hidden, pack.labels, learnt_before(pack)
-        heads = head_of(target), network
-        logprobs, entropy, found = in_chunks(chunk, heads, elements, *parts, wanted=pack.chosen)
+        heads = extract_head(target), network
+        logprobs, entropy, found = map_in_chunks(chunk, heads, elements, *parts, mask=pack.chosen)
 
         def over_labels(values: Float[Array, "1 T"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(pack.chosen, values, 0))
@@ -324,25 +324,27 @@ class Losses:
             first=pack.first,
         )
 
-    def logprobs(self, policy: Decoder | Adapted, shards: Shards, pack: Pack) -> Array:
+    def logprobs(self, policy: Decoder | AdaptedDecoder, shards: Shards, pack: Pack) -> Array:
         """Log-probabilities of a pack's labels [1 T], by a forward pass alone."""
-        target = applied(policy)
-        forward = target(pack.tokens, pack.positions, first=pack.first, enter=shards.layer_whole)
-        target = with_cast_head(target, target.config.dtype)
+        target = attach_lora(policy)
+        forward = target(
+            pack.tokens, pack.positions, first=pack.first, prepare_layer=shards.layer_whole
+        )
+        target = cast_head(target, target.config.dtype)
 
         def chunk(target: Any, hidden: Any, labels: Any, produced: Any) -> Float[Array, "B T"]:
             return label_logprobs(target.logits(hidden), labels, produced, self.processing)[0]
 
         elements = len(pack.tokens) * target.config.vocab
         parts = forward.hidden, pack.labels, learnt_before(pack)
-        return in_chunks(chunk, head_of(target), elements, *parts, wanted=pack.chosen)
+        return map_in_chunks(chunk, extract_head(target), elements, *parts, mask=pack.chosen)
 
     def _drafted(
         self,
         network: PyTree,
         online: Bool[Array, ""],
         target: Decoder,
-        forward: Forward,
+        forward: DecoderOutput,
         pack: Pack,
         depths: int,
     ) -> Float[Array, "1 T A D"]:
@@ -350,7 +352,7 @@ class Losses:
         detached, objective = lax.stop_gradient((target, forward)), self.draft
         assert objective is not None, "only a draft with an objective is read"
         if self.ordered:
-            pack = pack._replace(tokens=after(pack.tokens, [computed(forward.hidden)]))
+            pack = pack._replace(tokens=order_after(pack.tokens, [signal_ready(forward.hidden)]))
 
         def unroll(network: PyTree) -> Float[Array, "1 T A D"]:
             return drafted(network, *detached, pack, depths, objective)

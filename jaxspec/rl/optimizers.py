@@ -119,7 +119,7 @@ def _matrix_axes() -> dict[str, optax.contrib.MuonDimensionNumbers]:
         ("expert_gate", "expert_up", "expert_down"), ((2,), (3,))
     )
     for name, target in TARGETS.items():
-        split = 1 + target.inputs
+        split = 1 + target.input_axes
         count = len(LOGICAL_AXES[target.weight])
         axes[target.weight] = tuple(range(1, split)), tuple(range(split, count))
         axes[f"{name}_a"] = tuple(range(1, split)), (split,)
@@ -155,7 +155,11 @@ def kept_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.Gradie
 
     def cast(state: PyTree, to: Any) -> PyTree:
         def one(path: Any, leaf: Array) -> Array:
-            return leaf if getattr(path[-1], "name", "") == "ns_coeffs" else layers.cast(leaf, to)
+            return (
+                leaf
+                if getattr(path[-1], "name", "") == "ns_coeffs"
+                else layers.cast_floats(leaf, to)
+            )
 
         return jax.tree_util.tree_map_with_path(one, state)
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxspec.kernels.order import after, computed
+from jaxspec.kernels.order import order_after, signal_ready
 from jaxspec.mesh import ROWS, by_rows, on_each_shard, row_shards
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted, applied
+from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.rl import optimizers
 from jaxspec.rl.fsdp import Pair, Shards
 from jaxspec.rl.loss_terms import Gap
@@ -58,7 +58,7 @@ class Passes:
 
     def gradients(
         self,
-        policy: Decoder | Adapted,
+        policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         online: Bool[Array, ""],
         batch: TrainBatch,
@@ -69,7 +69,7 @@ class Passes:
         return self._pass(policy, draft, online, batch, mini, learning=True)
 
     def sums(
-        self, policy: Decoder | Adapted, draft: PyTree, batch: TrainBatch
+        self, policy: Decoder | AdaptedDecoder, draft: PyTree, batch: TrainBatch
     ) -> tuple[Sums, Counts]:
         """Sums and counts of the first mini-batch by forward passes alone."""
         _, sums, counts = self._pass(
@@ -78,7 +78,7 @@ class Passes:
         return sums, counts
 
     def logprobs(
-        self, policy: Decoder | Adapted, first: Int[Array, ""] | int, batch: TrainBatch
+        self, policy: Decoder | AdaptedDecoder, first: Int[Array, ""] | int, batch: TrainBatch
     ) -> tuple[Float[Array, "B S"], TrainBatch]:
         """Log-probabilities of the labels under a policy, by a forward pass.
 
@@ -110,7 +110,7 @@ class Passes:
             gap = Gap.of(logprobs, recorded, chosen)
             largest = lax.pmax(gap.largest, ROWS)
             if self.losses.ordered:
-                gap = jax.tree.map(lambda total: after(total, [computed(largest)]), gap)
+                gap = jax.tree.map(lambda total: order_after(total, [signal_ready(largest)]), gap)
             gap = lax.psum(gap, ROWS)._replace(largest=largest)
             return gap, tied(batch, *gap) if self.losses.ordered else batch
 
@@ -123,8 +123,8 @@ class Passes:
 
         def on_a_shard(values: PyTree, order: Int[Array, " b"]) -> PyTree:
             # After the values: collectives of the pass that made them come first.
-            signs = [computed(leaf) for leaf in jax.tree.leaves(values)]
-            whole = lax.all_gather(after(order, signs), ROWS, tiled=True)
+            signs = [signal_ready(leaf) for leaf in jax.tree.leaves(values)]
+            whole = lax.all_gather(order_after(order, signs), ROWS, tiled=True)
             places = jnp.arange(len(whole), dtype=jnp.int32)
             places = jnp.zeros_like(whole).at[whole].set(places)
             first = lax.axis_index(ROWS) * len(order)
@@ -135,7 +135,7 @@ class Passes:
             by_place, batch.plan.order
         )
 
-    def states(self, policy: Decoder | Adapted, batch: TrainBatch) -> States:
+    def states(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> States:
         """What the draft reads of the policy at each token, in the order of the rows.
 
         The batch is as it was made: its rows are not yet at their places.
@@ -157,13 +157,13 @@ class Passes:
     def _tied(self, networks: Pair, shards: Shards, filling: Int[Array, ""]) -> Pair:
         """Networks of which nothing is gathered before the batch is there: the compiler moves
         gathering of what no micro-batch changes out of the loop."""
-        return shards.tied(networks, [computed(filling)] if self.losses.ordered else [])
+        return shards.tied(networks, [signal_ready(filling)] if self.losses.ordered else [])
 
     # ---- gradients and sums
 
     def _pass(
         self,
-        policy: Decoder | Adapted,
+        policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         online: Bool[Array, ""],
         batch: TrainBatch,
@@ -187,7 +187,7 @@ class Passes:
 
     def _on_a_shard(
         self,
-        policy: Decoder | Adapted,
+        policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         online: Bool[Array, ""],
         batch: TrainBatch,
@@ -215,7 +215,7 @@ class Passes:
         def read(number: Int[Array, ""], before: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
             pack, row = packed(batch, mini, number, self.tokens, filling)
             gathered, split, networks = jax.vjp(whole, weights, has_aux=True)
-            pack = pack._replace(tokens=after(pack.tokens, shards.gathered(networks)))
+            pack = pack._replace(tokens=order_after(pack.tokens, shards.gathered(networks)))
             if not learning:
                 return before[0], before[1].plus(loss_of(gathered, networks, pack, row)[1])
             (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(
@@ -239,7 +239,7 @@ class Passes:
 
     def _logprobs_on_a_shard(
         self,
-        policy: Decoder | Adapted,
+        policy: Decoder | AdaptedDecoder,
         first: Int[Array, ""],
         batch: TrainBatch,
         shards: Shards,
@@ -252,7 +252,7 @@ class Passes:
         ) -> Float[Array, "B S"]:
             pack, row = packed(batch, mini, number, self.tokens, filling)
             networks = shards.outside_whole(policy, None)
-            pack = pack._replace(tokens=after(pack.tokens, shards.gathered(networks)))
+            pack = pack._replace(tokens=order_after(pack.tokens, shards.gathered(networks)))
             picked = self.losses.logprobs(networks[0], shards, pack)
             # what is not learnt is beyond the rows, and dropped
             row = jnp.where(pack.chosen, row, rows)
@@ -266,13 +266,13 @@ class Passes:
         nothing = jnp.zeros((rows, size), self.losses.wide)
         found = lax.fori_loop(0, len(batch.plan.used), read_all, nothing)
         # What is read of the batch later, on any shard, comes after this on all of them.
-        there = lax.psum(computed(found).astype(jnp.int32), ROWS)
+        there = lax.psum(signal_ready(found).astype(jnp.int32), ROWS)
         return found, tied(batch, there) if self.losses.ordered else batch
 
     # ---- states
 
     def _states_on_a_shard(
-        self, policy: Decoder | Adapted, batch: TrainBatch, shards: Shards
+        self, policy: Decoder | AdaptedDecoder, batch: TrainBatch, shards: Shards
     ) -> States:
         filling, (rows, size) = filler(batch), batch.tokens.shape
         policy, _ = self._tied((policy, None), shards, filling)
@@ -285,9 +285,13 @@ class Passes:
         def read(number: Int[Array, ""], found: States) -> States:
             pack, _ = packed(batch, first, number, self.tokens, filling)
             networks = shards.outside_whole(policy, None)
-            tokens = after(pack.tokens, shards.gathered(networks))
-            forward = applied(networks[0])(
-                tokens, pack.positions, taps=taps, first=pack.first, enter=shards.layer_whole
+            tokens = order_after(pack.tokens, shards.gathered(networks))
+            forward = attach_lora(networks[0])(
+                tokens,
+                pack.positions,
+                taps=taps,
+                first=pack.first,
+                prepare_layer=shards.layer_whole,
             )
             there = States(forward.hidden, forward.taps if taps else None)
             there = jax.tree.map(lambda leaf: leaf.astype(config.dtype), there)
@@ -299,8 +303,10 @@ class Passes:
 
 def tied(batch: TrainBatch, *there: Num[Array, ""]) -> TrainBatch:
     """The batch, of which whatever is read comes after numbers that are `there`."""
-    signs = [computed(number) for number in there]
-    return batch.replace(tokens=after(batch.tokens, signs), chosen=after(batch.chosen, signs))
+    signs = [signal_ready(number) for number in there]
+    return batch.replace(
+        tokens=order_after(batch.tokens, signs), chosen=order_after(batch.chosen, signs)
+    )
 
 
 def _specs(batch: TrainBatch) -> Any:

@@ -93,7 +93,7 @@ def read_texts(
         pieces = take_pieces(texts, ends, turn, size)
         # no page where there is no text, so that nothing is written
         table = jnp.take(
-            texts.table, pieces.text, axis=0, mode="fill", fill_value=caches.target.pages
+            texts.table, pieces.text, axis=0, mode="fill", fill_value=caches.target.page_count
         )
         caches = caches.with_table(table)
         taps = draft.taps if draft else ()

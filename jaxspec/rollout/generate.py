@@ -26,7 +26,7 @@ from jaxspec.rollout.decode_state import (
 )
 from jaxspec.rollout.loops import build_loops, run_loops, unfinished
 from jaxspec.rollout.prefill import append_unread, prepare
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.state import Drafter, Prompts, PyTree, Rollout
 
 

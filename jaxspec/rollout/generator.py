@@ -14,27 +14,28 @@ from jaxtyping import Array, Float, Int, Key, Num
 from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.base import Draft
 from jaxspec.inputs.streams import Stream, stream_key
-from jaxspec.kernels.order import after, all_computed, computed, needed_on
+from jaxspec.kernels.order import needs_ordering, order_after, signal_all_ready, signal_ready
 from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, accelerated, row_shards, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast
-from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.layers import LOGICAL_AXES, cast_floats
+from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.models.weight_layout import (
     WeightLayout,
-    laid_out,
+    apply_layout,
+    pad_vocabulary,
     shard_specs,
-    with_even_vocabulary,
 )
 from jaxspec.rollout import generate as loop
-from jaxspec.rollout import length_chooser
-from jaxspec.rollout.acceptance import acceptance_metrics, no_statistics
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.feedback import length_chooser
+from jaxspec.rollout.feedback.acceptance import acceptance_metrics, no_statistics
+from jaxspec.rollout.settings import Settings
 from jaxspec.state import (
     EOS,
     FAILED,
     IDLE,
     LENGTH,
+    PROMPT,
     Drafter,
     GeneratorState,
     Prompts,
@@ -194,20 +195,20 @@ class Generator:
     @jax.named_scope("sync")
     def sync(
         self,
-        policy: Decoder | Adapted,
+        policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         state: GeneratorState,
         version: Int[Array, ""] | int = 0,
     ) -> Ready:
         """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only
         place where weights change sides."""
-        policy = merged(policy, rounding_key(self.seed, version))
+        policy = merge_lora(policy, rounding_key(self.seed, version))
         networks = to_rollout((policy, draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype))
         version = jnp.asarray(version, jnp.int32)
         # prefill does not read all weights, and would run beside the collectives of the others
-        if needed_on(self.mesh):
-            version = after(version, [all_computed(networks, self.mesh, LOGICAL_AXES)])
-        target, network = map(laid_out, networks, self.weight_layouts)
+        if needs_ordering(self.mesh):
+            version = order_after(version, [signal_all_ready(networks, self.mesh, LOGICAL_AXES)])
+        target, network = map(apply_layout, networks, self.weight_layouts)
         choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
         drafter = Drafter(network=network, choice=choice, chooser=state.chooser)
         return Ready(target=target, drafter=drafter, version=version)
@@ -219,8 +220,8 @@ class Generator:
     @jax.named_scope("generate")
     def generate(self, ready: Ready, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
-        if needed_on(self.mesh):
-            lengths = after(prompts.lengths, [computed(ready.version)])
+        if needs_ordering(self.mesh):
+            lengths = order_after(prompts.lengths, [signal_ready(ready.version)])
             prompts = prompts.replace(lengths=lengths)
         rollout = loop.generate(
             ready.target,
@@ -318,6 +319,7 @@ class Generator:
             prompt_lengths=count,
             lengths=count,
             logprobs=logprobs,
+            origin=jnp.full((rows, size), PROMPT, jnp.int8),
             status=count,
             version=count,
             statistics=nothing,
@@ -335,5 +337,5 @@ def to_rollout(
     """Weights from the train layout to the rollout layout: casts to `dtype` and constrains every
     leaf, inside a jit one all-gather for each sharded weight."""
     # without the barrier XLA gathers some weights first, in the wider type, and casts them then
-    ready = with_even_vocabulary(jax.lax.optimization_barrier(cast(network, dtype)), mesh)
+    ready = pad_vocabulary(jax.lax.optimization_barrier(cast_floats(network, dtype)), mesh)
     return jax.lax.with_sharding_constraint(ready, shardings(mesh, ready, axes, ROLLOUT_RULES))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.drafts.base import Draft
 from jaxspec.mesh import of_any_expert
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import length_chooser, slots
+from jaxspec.rollout import slots
 from jaxspec.rollout.decode_state import (
     DecodeState,
     active,
@@ -19,7 +19,9 @@ from jaxspec.rollout.decode_state import (
     rows_of_slots,
     taken,
 )
-from jaxspec.rollout.round import Settings, one_round
+from jaxspec.rollout.feedback import length_chooser
+from jaxspec.rollout.round import one_round
+from jaxspec.rollout.settings import Settings
 from jaxspec.state import RUNNING, Drafter
 
 Condition = Callable[[DecodeState], Bool[Array, ""]]

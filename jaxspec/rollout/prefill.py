@@ -10,16 +10,18 @@ from jaxtyping import Array, Int, Key
 
 from jaxspec import sampling
 from jaxspec.drafts.base import Draft
-from jaxspec.models.contiguous import empty_rows, rows_of
+from jaxspec.models.contiguous import empty_rows, expand_prompts
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.paged import empty_pages
-from jaxspec.rollout import acceptance
 from jaxspec.rollout.append import PassSize, Texts, append, read_texts
 from jaxspec.rollout.decode_state import Caches, DecodeState, PromptState, Queue
+from jaxspec.rollout.feedback import acceptance
 from jaxspec.rollout.pages import Pages, grow, no_pages, smallest_pool, whole_pool
-from jaxspec.rollout.round import Settings, by_matching
+from jaxspec.rollout.round import by_matching
+from jaxspec.rollout.settings import Settings
 from jaxspec.state import (
     IDLE,
+    PROMPT,
     RUNNING,
     AcceptanceEstimate,
     Drafter,
@@ -85,6 +87,7 @@ def prepare(
         prompt_lengths=lengths,
         lengths=lengths,
         logprobs=jnp.zeros((count * group, size), wide),
+        origin=jnp.full((count * group, size), PROMPT, jnp.int8),
         status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
         version=jnp.zeros_like(lengths),
         statistics=acceptance.no_statistics(count * group, group, length, len(settings.grid), wide),
@@ -92,7 +95,7 @@ def prepare(
     keys = sampling.row_keys(
         key,
         numbers.reshape(-1),
-        sampling.TARGET if by_matching(draft, settings) else sampling.ROUND,
+        sampling.TARGET_STREAM if by_matching(draft, settings) else sampling.ROUND_STREAM,
     )
     seats = min(settings.slots or count * group, count * group)
     waits = seats < count * group or settings.page_size > 0
@@ -140,11 +143,11 @@ class _Start(NamedTuple):
 
 def _all_seated(read: PromptState, group: int, longest: int, chunk: int) -> _Start:
     """A slot for every row, so that none ever waits."""
-    prompts = read.caches.target.pages
+    prompts = read.caches.target.page_count
     rows = prompts * group
     return _Start(
         row=jnp.arange(rows, dtype=jnp.int32),
-        caches=read.caches.map(lambda cache: rows_of(cache, group, longest, chunk)),
+        caches=read.caches.map(lambda cache: expand_prompts(cache, group, longest, chunk)),
         draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), read.draft),
         prompts=PromptState(
             row=read.row[:0],
@@ -190,7 +193,7 @@ def _all_waiting(
 
 def _without_rows(caches: Caches) -> Caches:
     """Of no prompt: what they hold is copied elsewhere."""
-    return caches.map(lambda cache: cache.layout.take(cache, jnp.zeros((0,), jnp.int32)))
+    return caches.map(lambda cache: cache.layout.take_rows(cache, jnp.zeros((0,), jnp.int32)))
 
 
 def _estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEstimate:

@@ -1,6 +1,5 @@
 """One round of all slots: draft, verify once, commit."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +9,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxspec import sampling
 from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
 from jaxspec.mesh import summed_over_experts
-from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.rollout import acceptance
+from jaxspec.models.decoder import Decoder, DecoderOutput
+from jaxspec.rollout.commit import commit_block
 from jaxspec.rollout.decode_state import (
     Caches,
     DecodeState,
     Rows,
-    StopStrings,
     active,
     added,
     rows_may_wait,
@@ -24,52 +22,11 @@ from jaxspec.rollout.decode_state import (
     slot_count,
     taken,
 )
-from jaxspec.rollout.verification.block import Block, Compared, Verification
-from jaxspec.rollout.verification.plain import PLAIN
-from jaxspec.rollout.verify import Verdict, leading, match_rule
-from jaxspec.state import (
-    EOS,
-    FAILED,
-    LENGTH,
-    RUNNING,
-    AcceptanceEstimate,
-    Drafter,
-    Rollout,
-    Statistics,
-)
-
-
-class Settings(NamedTuple):
-    """What shapes a rollout; part of the compiled program."""
-
-    group_size: int
-    max_new_tokens: int
-    processing: sampling.Processing
-    rule: Callable[..., Verdict] | None
-    """How drafts that were drawn are verified, `token_rule` or `block_rule`; None couples draft and
-    target by shared noise."""
-    grid: tuple[float, ...] = (1.0,)
-    """Factors on the temperature at which a draft is compared; of several, `Drafter.choice` says
-    which one it samples at. (0,): argmax."""
-    slots: int = 0
-    """Rows of a shard that are generated at once, while the others wait; 0: all."""
-    page_size: int = 0
-    """Positions of a page; 0: a page is as long as a row, and every slot has one."""
-    chunk: int = 0
-    """Positions of such a row whose keys lie together; 0: all."""
-    pages: int = 0
-    """Pages of a shard's pool; 0: as many as prompts and slots can need."""
-    tail: tuple[int, ...] = ()
-    """Ever fewer slots that the last rows move to, so that a round costs what they need."""
-    lengths: tuple[int, ...] = ()
-    """Draft lengths among which each round chooses, ascending up to the draft's own; empty: that
-    one alone."""
-    piece: int = 0
-    """Positions of a piece of known text; 0: those of the longest prompt."""
-    stop: StopStrings | None = None
-    """What ends a response beside an end token."""
-    verification: Verification = PLAIN
-    """How drafts are drawn and compared with the target; the distribution is the same."""
+from jaxspec.rollout.feedback import acceptance
+from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.block import Block
+from jaxspec.rollout.verify import leading, match_rule
+from jaxspec.state import RUNNING, AcceptanceEstimate, Drafter, Statistics
 
 
 class _Round(NamedTuple):
@@ -147,31 +104,31 @@ def one_round(
                 compared.distributions, proposal.tokens, offered, noise.coins, noise.next
             )
     with jax.named_scope("commit"):
-        rollout, matched, block, kept = _commit(
-            state, now, verdict, proposal.tokens, compared, settings
-        )
+        committed = commit_block(state, verdict, proposal, compared, settings)
         change = acceptance.of_round(
             now.running,
             verdict,
             proposal.offered,
             compared.comparison,
             compared.entropy,
-            kept,
+            committed.kept,
             measured.slots,
             acceptance.QUARTERS * produced[:, 0] // settings.max_new_tokens,
         )
+        rollout = committed.rollout
         ended = now.running & (taken(rollout.status, rows) != RUNNING)
         change = _widened(
             change.replace(ended=jnp.where(ended, state.round + 1, 0)),
             draft.length if draft else 0,
         )
         if draft is not None:
-            draft_state = draft.commit(draft_state, Kept(block, features(forward), positions, kept))
+            kept = Kept(committed.tokens, features(forward), positions, committed.kept)
+            draft_state = draft.commit(draft_state, kept)
     return state.replace(
         rollout=rollout.replace(
             statistics=_counted(rollout.statistics, change, rows, measured.groups)
         ),
-        matched=matched,
+        matched=committed.matched,
         caches=Caches(target=forward.cache, draft=draft_cache).without_table(),
         draft=draft_state,
         round=state.round + 1,
@@ -188,7 +145,7 @@ def _start(state: DecodeState) -> _Round:
     )
 
 
-def features(forward: Forward) -> Float[Array, "B T C"]:
+def features(forward: DecoderOutput) -> Float[Array, "B T C"]:
     return forward.hidden if forward.taps is None else forward.taps
 
 
@@ -230,18 +187,22 @@ def _noise(
     mode; else everything is keyed by the committed length at the start of the round: what lies
     beyond the cut must not come back in the next one."""
     if settings.rule is None:
-        gumbel = sampling.gumbel(sampling.position_keys(keys, lengths, length + 1), vocab, dtype)
+        gumbel = sampling.gumbel_noise(
+            sampling.position_keys(keys, lengths, length + 1), vocab, dtype
+        )
         return _Noise(gumbel, gumbel, None, None)
     levels = sampling.level_count(vocab)
     if not matching and not length:  # a plain round among others: keyed as they are
-        own = sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype))
+        own = sampling.Uniforms(sampling.uniform_numbers(keys, lengths[:, None], levels, dtype))
         return _Noise(own, None, None, None)
     if matching:
         shared = sampling.Uniforms(
-            sampling.uniforms(keys, block_positions(lengths, length + 1), levels, dtype)
+            sampling.uniform_numbers(keys, block_positions(lengths, length + 1), levels, dtype)
         )
         return _Noise(shared, shared, None, None)
-    numbers = sampling.uniforms(keys, lengths[:, None], length + (length + 1) * levels, dtype)[:, 0]
+    numbers = sampling.uniform_numbers(
+        keys, lengths[:, None], length + (length + 1) * levels, dtype
+    )[:, 0]
     coins, draws = numbers[:, :length], numbers[:, length:].reshape(-1, length + 1, levels)
     return _Noise(
         None, sampling.Uniforms(draws[:, :length]), coins, sampling.Uniforms(draws[:, length])
@@ -340,61 +301,3 @@ def _learnt(estimate: AcceptanceEstimate, change: Statistics) -> AcceptanceEstim
         offered_in_turn=estimate.offered_in_turn + offered_in_turn,
         accepted=estimate.accepted + accepted,
     )
-
-
-def _commit(
-    state: DecodeState,
-    now: _Round,
-    verdict: Verdict,
-    drafted: Int[Array, "B K"],
-    compared: Compared,
-    settings: Settings,
-) -> tuple[Rollout, Int[Array, " R"] | None, Int[Array, "B K1"], Int[Array, " B"]]:
-    """Cuts the block at the first end token or stop string, the length limit or a failure, and
-    writes what is left of it.
-
-    Returns the rows, what they match, the block, and how much of it each slot keeps.
-    """
-    rollout, rows = state.rollout, rows_of_slots(state)
-    offsets = jnp.arange(drafted.shape[1] + 1, dtype=jnp.int32)
-    within = offsets <= verdict.accepted[:, None]
-    block = jnp.where(
-        offsets < verdict.accepted[:, None],
-        jnp.pad(drafted, ((0, 0), (0, 1))),
-        verdict.next_token[:, None],
-    )
-    # no draft is accepted beyond a failure, so at most the last token of the block is not
-    good = leading(within & compared.finite)
-    ends = jnp.isin(block, jnp.asarray(settings.processing.stop_ids, jnp.int32))
-    passed = None
-    if settings.stop is not None and state.matched is not None:
-        closes, passed = settings.stop(taken(state.matched, rows), block)
-        ends |= closes & (_produced(now, block.shape[1]) >= settings.processing.min_new_tokens)
-    ends &= offsets < good[:, None]
-    until_end = jnp.where(
-        jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good
-    )
-    room = now.prompt_lengths + settings.max_new_tokens - now.lengths
-    count = jnp.where(now.running, jnp.minimum(until_end, room), 0)
-    committed = offsets < count[:, None]
-    matched = state.matched
-    if matched is not None and passed is not None:
-        after = jnp.take_along_axis(passed, count[:, None], axis=1)[:, 0]
-        matched = added(matched, rows, after - passed[:, 0])
-    at_end = jnp.any(ends & committed, axis=1)
-    ended = jnp.where(
-        at_end,
-        EOS,
-        jnp.where(count == room, LENGTH, jnp.where(good <= verdict.accepted, FAILED, RUNNING)),
-    )
-    change = jnp.where(now.running, ended - RUNNING, 0).astype(jnp.int32)
-    size = rollout.tokens.shape[1]
-    where = jnp.where(committed, now.lengths[:, None] + offsets, size)  # beyond the buffer: dropped
-    number = state.row[:, None]
-    written = rollout.replace(
-        tokens=rollout.tokens.at[number, where].set(block, mode="drop"),
-        logprobs=rollout.logprobs.at[number, where].set(compared.logprobs(block), mode="drop"),
-        lengths=added(rollout.lengths, rows, count),
-        status=added(rollout.status, rows, change),
-    )
-    return written, matched, block, count

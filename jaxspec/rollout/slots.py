@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.models.cache import Seat
+from jaxspec.models.cache import PromptCopy
 from jaxspec.rollout.decode_state import (
     DecodeState,
     active,
@@ -115,14 +115,15 @@ def _admit(state: DecodeState, group_size: int, block: int) -> DecodeState:
     wanted = _pages_for(state, rollout.lengths[row], block)
     pages = grow(pages, pages.held.at[slot].set(wanted))
     # The pages that it shares are its prompt's own; only those that it writes to are copies.
-    seat = Seat(slot, prompt, *_copied(pages, slot, count + prompt, common, last))
+    seat = PromptCopy(slot, prompt, *_copied(pages, slot, count + prompt, common, last))
     return state.replace(
         rollout=rollout.replace(
             statistics=statistics.replace(began=statistics.began.at[row].set(began))
         ),
         row=state.row.at[slot].set(row),
         caches=state.caches.map(
-            lambda cache, prompts: cache.layout.seat(cache, seat, prompts), queue.prompts.caches
+            lambda cache, prompts: cache.layout.copy_prompt(cache, seat, prompts),
+            queue.prompts.caches,
         ),
         draft=jax.tree.map(
             lambda leaf, source: leaf.at[slot].set(source[prompt]), state.draft, queue.prompts.draft
@@ -198,7 +199,7 @@ def gather(state: DecodeState, count: int, group_size: int) -> tuple[DecodeState
     pages, holders = state.pages, _holders(state, order)
     fewer = state.replace(
         row=state.row[order],
-        caches=state.caches.map(lambda cache: cache.layout.take(cache, order)),
+        caches=state.caches.map(lambda cache: cache.layout.take_rows(cache, order)),
         draft=jax.tree.map(lambda leaf: leaf[order], state.draft),
         pages=pages.replace(table=pages.table[holders], held=pages.held[holders]),
         unread=state.unread[holders],
@@ -221,7 +222,7 @@ def scatter(
     return fewer.replace(
         row=put(state.row, fewer.row),
         caches=state.caches.map(
-            lambda cache, some: cache.layout.put(cache, order, some), fewer.caches
+            lambda cache, some: cache.layout.write_rows(cache, order, some), fewer.caches
         ),
         draft=jax.tree.map(put, state.draft, fewer.draft),
         pages=after.replace(

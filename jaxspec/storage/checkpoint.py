@@ -17,35 +17,35 @@ from jax.experimental import multihost_utils
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import from_host
 from jaxspec.state import PyTree
-from jaxspec.storage.orbax_errors import GONE, quieten_orbax, reason_of, refusal_in
-from jaxspec.storage.trees import digests, layout, named, require_same
-from jaxspec.system.files import Damaged, SaveError, writing
+from jaxspec.storage.orbax_errors import PATH_ERRORS, access_error_in, describe_error, silence_orbax
+from jaxspec.storage.trees import array_layout, digest_arrays, leaves_by_name, require_same_layout
+from jaxspec.system.files import DamagedFileError, SaveError, explain_write_errors
 
-_ARRAYS, _HOST, _OWN = "arrays", "host", "own"
+_ARRAYS_ITEM, _HOST_ITEM, _PROCESS_ITEM = "arrays", "host", "own"
 """Items of a step: the arrays, a file of what all processes have alike, and, where that says of how
 many `processes`, a file of what each has by itself."""
-_ALIKE = "metadata"
+_HOST_FILE = "metadata"
 """Name of the file of what all have alike; others have the number of the process."""
-_UNREADABLE = (*GONE, ValueError, KeyError, AttributeError, TypeError, IndexError)
+_READ_ERRORS = (*PATH_ERRORS, ValueError, KeyError, AttributeError, TypeError, IndexError)
 """All that Orbax and tensorstore were seen to raise for damaged files, beside a bare Exception
 around one of these."""
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError)
+_METADATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError)
 """All that Orbax was seen to raise for what a step has about itself."""
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """A checkpoint that was read."""
 
     arrays: PyTree
-    host: dict[str, Any]
+    host_state: dict[str, Any]
     """What all processes had saved alike."""
-    own: list[dict[str, Any]]
-    """What some processes had saved by themselves: those whose `heir` this one is."""
+    process_states: list[dict[str, Any]]
+    """What some processes had saved by themselves: those whose `successor_process` this one is."""
 
 
-def heir(process: int) -> int:
+def successor_process(process_id: int) -> int:
     """The process that takes over what a process of the saving run had by itself."""
-    return process % jax.process_count()
+    return process_id % jax.process_count()
 
 
 class Checkpoints:
@@ -60,12 +60,12 @@ class Checkpoints:
         folder: Path,
         keep: int = 2,
         read_only: bool = False,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
-        quieten_orbax()
+        silence_orbax()
         self.folder = Path(folder).absolute()
-        self._saving: int | None = None
-        self._say = say
+        self._saving_step: int | None = None
+        self._log = log
         # What to do about a checkpoint of another config, and about a damaged one.
         self._remedies = (
             "Use that config again, or another --workdir",
@@ -76,17 +76,19 @@ class Checkpoints:
                 "Set the run's config.json back, or use the jaxspec that wrote it",
                 "choose another checkpoint of the run",
             )
-        another = "name another folder" if read_only else "name another folder with --workdir"
+        open_remedy = "name another folder" if read_only else "name another folder with --workdir"
         with (
-            writing(f"checkpoints in {self.folder} cannot be opened", another, ConfigError),
-            self._opening(),
+            explain_write_errors(
+                f"checkpoints in {self.folder} cannot be opened", open_remedy, ConfigError
+            ),
+            self._explain_open_errors(),
         ):
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_handlers={
-                    _ARRAYS: ocp.PyTreeCheckpointHandler(),
-                    _HOST: ocp.JsonCheckpointHandler(_ALIKE),
-                    _OWN: ocp.JsonCheckpointHandler(
+                    _ARRAYS_ITEM: ocp.PyTreeCheckpointHandler(),
+                    _HOST_ITEM: ocp.JsonCheckpointHandler(_HOST_FILE),
+                    _PROCESS_ITEM: ocp.JsonCheckpointHandler(
                         str(jax.process_index()),
                         multiprocessing_options=ocp.options.MultiprocessingOptions(
                             primary_host=None  # each process writes its file
@@ -106,8 +108,8 @@ class Checkpoints:
         self,
         step: int,
         arrays: PyTree,
-        host: Mapping[str, Any],
-        own: Mapping[str, Any] | None = None,
+        host_state: Mapping[str, Any],
+        process_state: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts to save a tree of `jax.Array`, and JSON objects: one that all processes have
         alike, and what each has by itself; the arrays may be donated as soon as it returns.
@@ -116,93 +118,105 @@ class Checkpoints:
         before, cannot be written.
         """
         # Orbax refuses arrays without elements; they hold nothing to save.
-        leaves = {name: leaf for name, leaf in named(arrays).items() if leaf.size}
-        self.wait()
+        leaves = {name: leaf for name, leaf in leaves_by_name(arrays).items() if leaf.size}
+        self.wait_until_saved()
         if step in self._manager.all_steps():
             return
-        self._saving = step
-        more = {} if own is None else {"processes": jax.process_count()}
+        self._saving_step = step
+        extra_fields = {} if process_state is None else {"processes": jax.process_count()}
         items = {
-            _ARRAYS: ocp.args.PyTreeSave(leaves),
-            _HOST: ocp.args.JsonSave(_with_digest(host, arrays=digests(leaves), **more)),
+            _ARRAYS_ITEM: ocp.args.PyTreeSave(leaves),
+            _HOST_ITEM: ocp.args.JsonSave(
+                _add_digest(host_state, arrays=digest_arrays(leaves), **extra_fields)
+            ),
         }
-        if own is not None:
-            whose = [step, jax.process_index()]
-            items[_OWN] = ocp.args.JsonSave(_with_digest(own, whose=whose))
-        with self._failing():
+        if process_state is not None:
+            owner = [step, jax.process_index()]
+            items[_PROCESS_ITEM] = ocp.args.JsonSave(_add_digest(process_state, whose=owner))
+        with self._explain_save_errors():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
-    def latest(self) -> int | None:
+    def latest_step(self) -> int | None:
         """Returns the newest step that is saved or being saved."""
         return self._manager.latest_step()
 
-    def restore_newest(self, abstract: PyTree) -> Restored | None:
-        """Returns the newest step that is not damaged, as `restore` does; None where there is no
-        step at all.
+    def restore_latest(
+        self, describe_arrays: Callable[[dict[str, Any]], PyTree]
+    ) -> RestoredCheckpoint | None:
+        """Returns the newest step that is not damaged. None if there is no step at all.
+
+        `describe_arrays` is given the step's JSON object, and returns `abstract` of `restore`.
 
         Steps that are damaged are named, and set aside in a folder beside this one, so that they
         can be saved again.
         Raises ConfigError if all are damaged, which are then left where they are, and as `restore`
         does.
         """
-        damaged: dict[int, Damaged] = {}
+        damaged: dict[int, DamagedFileError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                restored = self.restore(step, abstract)
-            except Damaged as reason:
-                damaged[step] = reason
+                restored = self._restore_step(step, describe_arrays)
+            except DamagedFileError as error:
+                damaged[step] = error
                 continue
-            self._set_aside(damaged, step)
+            self._move_damaged(damaged, step)
             return restored
         if damaged:
-            raise ConfigError("; ".join(str(reason) for reason in damaged.values()))
+            raise ConfigError("; ".join(str(error) for error in damaged.values()))
         return None
 
-    def restore(self, step: int, abstract: PyTree, part: bool = False) -> Restored:
+    def restore(self, step: int, abstract: PyTree, partial: bool = False) -> RestoredCheckpoint:
         """Returns what was saved of a step.
 
         `abstract` is the tree that was saved, with leaves that have shape, dtype and the sharding
-        wanted now, on any mesh; as a `part`, it may lack some (None), which are not read.
+        wanted now, on any mesh; if `partial`, it may lack some (None), which are not read.
         Raises ConfigError if names, shapes or dtypes differ from the saved ones, or the files
-        cannot be read; Damaged if they do not hold what was saved.
+        cannot be read; DamagedFileError if they do not hold what was saved.
         """
-        leaves = named(abstract)
-        wanted = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for name, leaf in leaves.items()
-            if leaf.size
-        }
-        where = self._name(step)
-        self.wait()
-        with self._agreeing(f"{where} cannot be read"):
-            host, saved, own = self._read_json(step, part)
-            with self._reading(step):
-                stored = layout(self._manager.item_metadata(step)[_ARRAYS].tree)
-            if saved.keys() != stored.keys():
-                raise Damaged(
-                    f"{where} is damaged (it names other arrays than were saved)", self._remedies[1]
+        return self._restore_step(step, lambda _: abstract, partial)
+
+    def _restore_step(
+        self, step: int, describe_arrays: Callable[[dict[str, Any]], PyTree], partial: bool = False
+    ) -> RestoredCheckpoint:
+        step_name = self._step_name(step)
+        self.wait_until_saved()
+        with self._share_errors(f"{step_name} cannot be read"):
+            host_state, digests, process_states = self._load_states(step, partial)
+            abstract = describe_arrays(host_state)
+            leaves = leaves_by_name(abstract)
+            specs = {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+                for name, leaf in leaves.items()
+                if leaf.size
+            }
+            with self._explain_read_errors(step):
+                stored = array_layout(self._manager.item_metadata(step)[_ARRAYS_ITEM].tree)
+            if digests.keys() != stored.keys():
+                raise DamagedFileError(
+                    f"{step_name} is damaged (it names other arrays than were saved)",
+                    self._remedies[1],
                 )
-            require_same(
-                where,
-                {name: stored[name] for name in stored if name in wanted or not part},
-                layout(wanted),
+            require_same_layout(
+                step_name,
+                {name: stored[name] for name in stored if name in specs or not partial},
+                array_layout(specs),
                 self._remedies[0],
             )
-            how = ocp.checkpoint_utils.construct_restore_args(wanted)
-            args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=part)
+            leaf_args = ocp.checkpoint_utils.construct_restore_args(specs)
+            args = ocp.args.PyTreeRestore(specs, restore_args=leaf_args, partial_restore=partial)
             # Past the manager, whose barrier would keep the other processes when one cannot read
             # its part.
-            with self._reading(step):
+            with self._explain_read_errors(step):
                 arrays = {
                     **ocp.PyTreeCheckpointHandler().restore(
-                        self._manager.directory / str(step) / _ARRAYS, args=args
+                        self._manager.directory / str(step) / _ARRAYS_ITEM, args=args
                     )
                 }
-        differing = [name for name, number in digests(arrays).items() if number != saved[name]]
-        if differing:
-            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            raise Damaged(
-                f"{where} is damaged ({differing[0]}{more} differ from what was saved)",
+        changed = [name for name, value in digest_arrays(arrays).items() if value != digests[name]]
+        if changed:
+            suffix = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise DamagedFileError(
+                f"{step_name} is damaged ({changed[0]}{suffix} differ from what was saved)",
                 self._remedies[1],
             )
         arrays |= {
@@ -211,169 +225,174 @@ class Checkpoints:
             if not leaf.size
         }
         tree = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
-        return Restored(tree, host, own)
+        return RestoredCheckpoint(tree, host_state, process_states)
 
-    def wait(self) -> None:
+    def wait_until_saved(self) -> None:
         """Returns when the save under way is complete; raises SaveError if it failed."""
-        with self._failing():
+        with self._explain_save_errors():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, as `wait` does, and frees the threads."""
+        """Waits, as `wait_until_saved` does, and frees the threads."""
         try:
-            self.wait()
+            self.wait_until_saved()
         finally:
             self._manager.close()
 
-    def _name(self, step: int) -> str:
+    def _step_name(self, step: int) -> str:
         return f"checkpoint {self.folder / str(step)}"
 
-    def _read_json(
-        self, step: int, part: bool
+    def _load_states(
+        self, step: int, partial: bool
     ) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
         """The JSON object of a step, the digests of its arrays, and what is this process's of the
-        objects that each process saved; as a `part`, none of these."""
-        host = self._read_file(step, _ALIKE)
-        processes = 0 if part else host.get("processes", 0)
-        own = [
-            self._read_file(step, str(process), [step, process])["saved"]
-            for process in range(processes)
-            if heir(process) == jax.process_index()
+        objects that each process saved; if `partial`, none of these."""
+        content = self._load_json(step, _HOST_FILE)
+        process_count = 0 if partial else content.get("processes", 0)
+        process_states = [
+            self._load_json(step, str(process_id), [step, process_id])["saved"]
+            for process_id in range(process_count)
+            if successor_process(process_id) == jax.process_index()
         ]
-        return host["saved"], host["arrays"], own
+        return content["saved"], content["arrays"], process_states
 
-    def _read_file(self, step: int, name: str, whose: list[int] | None = None) -> dict[str, Any]:
-        """A file of JSON of a step, which was saved `_with_digest`; of whose step and process."""
-        handler, item = ocp.JsonCheckpointHandler(name), _OWN if whose else _HOST
-        with self._reading(step):
+    def _load_json(self, step: int, name: str, owner: list[int] | None = None) -> dict[str, Any]:
+        """A file of JSON of a step, which was saved by `_add_digest`; of whose step and process."""
+        handler, item = ocp.JsonCheckpointHandler(name), _PROCESS_ITEM if owner else _HOST_ITEM
+        with self._explain_read_errors(step):
             content = {**handler.restore(self._manager.directory / str(step) / item)}
-            sound = content.pop("digest", None) == _digest(content)
-        if not sound or content.get("whose") != whose:
-            raise Damaged(
-                f"{self._name(step)} is damaged (what it says of the run differs from what was"
+            is_intact = content.pop("digest", None) == _digest_json(content)
+        if not is_intact or content.get("whose") != owner:
+            raise DamagedFileError(
+                f"{self._step_name(step)} is damaged (what it says of the run differs from what was"
                 " saved)",
                 self._remedies[1],
             )
         return content
 
-    def _set_aside(self, damaged: Mapping[int, Damaged], good: int) -> None:
+    def _move_damaged(self, damaged: Mapping[int, DamagedFileError], intact_step: int) -> None:
         """Moves steps out of the way, to where nobody looks for checkpoints, and says so."""
         if not damaged:
             return
-        with self._agreeing(f"damaged checkpoints in {self.folder} cannot be moved"):
-            for step, reason in damaged.items() if jax.process_index() == 0 else ():
-                aside = _unused(self.folder.parent / "damaged-checkpoints" / str(step))
-                with writing(
+        with self._share_errors(f"damaged checkpoints in {self.folder} cannot be moved"):
+            for step, error in damaged.items() if jax.process_index() == 0 else ():
+                new_path = _next_free_path(self.folder.parent / "damaged-checkpoints" / str(step))
+                with explain_write_errors(
                     f"{self.folder / str(step)} cannot be moved",
                     "move it away, and run the same command again",
                     ConfigError,
                 ):
-                    aside.parent.mkdir(exist_ok=True)
-                    (self.folder / str(step)).rename(aside)
-                self._say(
-                    f"warning: {reason.what}; it is now {aside}, and checkpoint {good} takes its"
-                    " place"
+                    new_path.parent.mkdir(exist_ok=True)
+                    (self.folder / str(step)).rename(new_path)
+                self._log(
+                    f"warning: {error.problem}; it is now {new_path}, and checkpoint {intact_step}"
+                    " takes its place"
                 )
         self._manager.reload()
 
     @contextlib.contextmanager
-    def _opening(self) -> Iterator[None]:
+    def _explain_open_errors(self) -> Iterator[None]:
         try:
             yield
-        except _MALFORMED as reason:  # of the small file that each step has about itself
+        except _METADATA_ERRORS as error:  # of the small file that each step has about itself
             files = [
                 file
                 for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA"))
-                if not _is_metadata(file)
+                if not _is_readable_metadata(file)
             ]
-            where = (
+            location = (
                 ", ".join(map(str, files))
                 or f"the _CHECKPOINT_METADATA of a checkpoint in {self.folder}"
             )
-            raise Damaged(
-                f"{where} is damaged ({reason_of(reason)})",
+            raise DamagedFileError(
+                f"{location} is damaged ({describe_error(error)})",
                 "remove that file, which nothing else depends on, and run the same command again",
-            ) from reason
+            ) from error
 
     @contextlib.contextmanager
-    def _reading(self, step: int) -> Iterator[None]:
+    def _explain_read_errors(self, step: int) -> Iterator[None]:
         """Names what cannot be read: as damage, or, where the operating system will not have it, as
         that."""
         try:
             yield
-        except Exception as reason:
+        except Exception as error:
             # Orbax raises no better one for arrays
-            root = reason.__cause__ if type(reason) is Exception else reason
+            root = error.__cause__ if type(error) is Exception else error
             # Orbax takes what it may not look at for missing
-            refusal = refusal_in(self.folder / str(step))
-            why = (
-                f"{refusal.filename}: {refusal.strerror}" if refusal else reason_of(root or reason)
+            denial = access_error_in(self.folder / str(step))
+            cause = (
+                f"{denial.filename}: {denial.strerror}" if denial else describe_error(root or error)
             )
-            told = f"{self._name(step)} cannot be read ({why})"
-            found = re.search(r"os_error_code='(\w+)'", str(root))
-            gone = isinstance(root, GONE) or (
-                found is not None and found[1] in ("ENOENT", "EISDIR", "ENOTDIR")
+            fault = f"{self._step_name(step)} cannot be read ({cause})"
+            code_match = re.search(r"os_error_code='(\w+)'", str(root))
+            is_missing = isinstance(root, PATH_ERRORS) or (
+                code_match is not None and code_match[1] in ("ENOENT", "EISDIR", "ENOTDIR")
             )
-            if refusal or ((found or isinstance(root, OSError)) and not gone):
-                raise ConfigError(f"{told}; see to that and run the same command again") from reason
-            if isinstance(root, _UNREADABLE):
-                raise Damaged(told, self._remedies[1]) from reason
+            if denial or ((code_match or isinstance(root, OSError)) and not is_missing):
+                raise ConfigError(f"{fault}; see to that and run the same command again") from error
+            if isinstance(root, _READ_ERRORS):
+                raise DamagedFileError(fault, self._remedies[1]) from error
             raise
 
     @contextlib.contextmanager
-    def _agreeing(self, refused: str) -> Iterator[None]:
+    def _share_errors(self, failure: str) -> Iterator[None]:
         """What one process refuses, all refuse: none goes on alone to where it would wait for the
         others."""
-        mine: ConfigError | None = None
+        fault: ConfigError | None = None
         try:
             yield
-        except ConfigError as reason:
-            mine = reason
+        except ConfigError as error:
+            fault = error
         if jax.process_count() > 1:
-            severity = np.int32(0 if mine is None else 1 if isinstance(mine, Damaged) else 2)
+            severity = np.int32(
+                0 if fault is None else 1 if isinstance(fault, DamagedFileError) else 2
+            )
             worst = int(np.max(multihost_utils.process_allgather(severity)))
             if worst > severity:
-                told = f"{refused} by another process"
-                mine = Damaged(told, self._remedies[1]) if worst == 1 else ConfigError(told)
-        if mine is not None:
-            raise mine
+                text = f"{failure} by another process"
+                fault = (
+                    DamagedFileError(text, self._remedies[1]) if worst == 1 else ConfigError(text)
+                )
+        if fault is not None:
+            raise fault
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _explain_save_errors(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as reason:
-            if not isinstance(reason, OSError) and "os_error_code" not in str(reason):
+        except (OSError, ValueError) as error:
+            if not isinstance(error, OSError) and "os_error_code" not in str(error):
                 raise
             raise SaveError(
-                f"checkpoint {self._saving} cannot be saved in {self.folder}: {reason_of(reason)}; "
-                "earlier checkpoints are intact: free some space and run the same command again"
-            ) from reason
+                f"checkpoint {self._saving_step} cannot be saved in {self.folder}:"
+                f" {describe_error(error)}; earlier checkpoints are intact: free some space and run"
+                " the same command again"
+            ) from error
 
 
-def _with_digest(saved: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The content of a file of JSON, as `_read_file` reads it."""
-    content = {"saved": json.loads(json.dumps(dict(saved))), **more}
-    return content | {"digest": _digest(content)}
+def _add_digest(saved: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """The content of a file of JSON, as `_load_json` reads it."""
+    content = {"saved": json.loads(json.dumps(dict(saved))), **fields}
+    return content | {"digest": _digest_json(content)}
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest_json(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _is_metadata(file: Path) -> bool:
+def _is_readable_metadata(file: Path) -> bool:
     """Whether Orbax can read what a step has about itself, in this file."""
     try:
         ocp.Checkpointer(ocp.CompositeCheckpointHandler()).metadata(file.parent)
         return isinstance(json.loads(file.read_bytes() or b"{}"), dict)
-    except _MALFORMED:
+    except _METADATA_ERRORS:
         return False
 
 
-def _unused(path: Path) -> Path:
+def _next_free_path(path: Path) -> Path:
     """The path, or with the first number behind it that nothing has."""
-    taken, number = path, 1
-    while taken.exists():
+    candidate, number = path, 1
+    while candidate.exists():
         number += 1
-        taken = path.with_name(f"{path.name}-{number}")
-    return taken
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

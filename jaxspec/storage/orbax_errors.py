@@ -10,60 +10,63 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+PATH_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """Of what is not there, or not what it should be."""
 
 
 @functools.cache
-def quieten_orbax() -> None:
+def silence_orbax() -> None:
     """Keeps quiet what Orbax tells beside what it raises, which the user reads once, as a
     ConfigError.
 
     It logs a traceback of each failed save, and leaves what a failed read or save had begun to the
     garbage collector, to asyncio and to the threads of tensorstore, who print theirs.
     """
-    logging.getLogger("absl").addFilter(_not_from_orbax)
-    logging.getLogger("asyncio").addFilter(_not_abandoned)
+    logging.getLogger("absl").addFilter(_is_not_from_orbax)
+    logging.getLogger("asyncio").addFilter(_is_not_abandoned)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    others = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def tell(told: Any) -> None:
-        code = getattr(told.object, "cr_code", None)
-        abandoned = code is not None and "orbax" in code.co_filename
-        too_late = told.exc_type is RuntimeError and str(told.exc_value) == "Event loop is closed"
-        if not abandoned and not too_late:
-            others(told)
+    def report_unraisable(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        is_abandoned = code is not None and "orbax" in code.co_filename
+        is_loop_closed = (
+            unraisable.exc_type is RuntimeError
+            and str(unraisable.exc_value) == "Event loop is closed"
+        )
+        if not is_abandoned and not is_loop_closed:
+            previous_hook(unraisable)
 
-    sys.unraisablehook = tell
+    sys.unraisablehook = report_unraisable
 
 
-def _not_from_orbax(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def _not_abandoned(record: logging.LogRecord) -> bool:
+def _is_not_abandoned(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
 
 
-def refusal_in(folder: Path) -> OSError | None:
+def access_error_in(folder: Path) -> OSError | None:
     """What the operating system says of the first folder or file in a folder that is there and may
     not be opened; None if all may be."""
-    found: list[OSError] = []
-    for root, _, files in os.walk(folder, onerror=found.append):
+    errors: list[OSError] = []
+    for root, _, files in os.walk(folder, onerror=errors.append):
         for name in files:
             try:
                 os.close(os.open(Path(root, name), os.O_RDONLY | os.O_NONBLOCK))
-            except OSError as reason:
-                found.append(reason)
-    return next((reason for reason in found if not isinstance(reason, GONE)), None)
+            except OSError as error:
+                errors.append(error)
+    return next((error for error in errors if not isinstance(error, PATH_ERRORS)), None)
 
 
-def reason_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The operating system's words, which tensorstore puts last in a long message; it may add what
     it was writing."""
-    found = re.search(r"([^:\[\]]+) \[(?:os_error_code|tensorstore_spec)=", str(error))
-    if found:
-        return found[1].strip()
+    match = re.search(r"([^:\[\]]+) \[(?:os_error_code|tensorstore_spec)=", str(error))
+    if match:
+        return match[1].strip()
     return (
         (error.strerror if isinstance(error, OSError) else None)
         or str(error).split("\n")[0][:200]

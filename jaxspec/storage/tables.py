@@ -8,26 +8,26 @@ import numpy as np
 
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.storage.cache import content_key
-from jaxspec.system.files import SaveError, replacing
-from jaxspec.system.terminal import say
+from jaxspec.system.files import SaveError, atomic_replace
+from jaxspec.system.terminal import print_line
 
 
-def save_table(file: Path, table: np.ndarray, otherwise: str) -> None:
-    """Writes a table for the next run. If that fails, a warning ends in `otherwise`."""
+def save_table(file: Path, table: np.ndarray, consequence: str) -> None:
+    """Writes a table for the next run. If that fails, a warning ends in `consequence`."""
     try:
-        with replacing(file, otherwise, shared=True) as fresh:
-            fresh.write_text(
+        with atomic_replace(file, consequence, shared=True) as new_file:
+            new_file.write_text(
                 json.dumps({"cost": table.tolist(), "digest": content_key(table.tolist())}),
                 encoding="utf-8",
             )
-    except SaveError as reason:
-        say(f"warning: {reason}")
+    except SaveError as error:
+        print_line(f"warning: {error}")
 
 
-def load_table(file: Path, shape: tuple[int, ...], otherwise: str) -> np.ndarray:
+def load_table(file: Path, shape: tuple[int, ...], consequence: str) -> np.ndarray:
     """Returns the table in a file, or zeros if there is none of this shape.
 
-    A damaged file counts as none, with a warning that ends in `otherwise`.
+    A damaged file counts as none, with a warning that ends in `consequence`.
     """
     table, damage = [], ""
     try:
@@ -36,12 +36,12 @@ def load_table(file: Path, shape: tuple[int, ...], otherwise: str) -> np.ndarray
         damage = "" if saved["digest"] == content_key(saved["cost"]) else "is damaged"
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as reason:
-        damage = f"cannot be read ({reason.strerror})"
+    except OSError as error:
+        damage = f"cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError):
         damage = "is damaged"
     if damage and jax.process_index() == 0:
-        say(f"warning: {file} {damage}: {otherwise}")
+        print_line(f"warning: {file} {damage}: {consequence}")
     return (
         np.asarray(table, np.float32)
         if not damage and np.shape(table) == shape

@@ -14,65 +14,70 @@ from jax.sharding import NamedSharding
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.state import PyTree
 
-_SHOWN_DIFFERENCES = 5
+_MAX_DIFFERENCES = 5
 _STRIDE = 0x9E3779B1
 """An odd number: elements of the same bits at different places are different."""
 
-Layout = dict[str, tuple[tuple[int, ...], str]]
+ArrayLayout = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each array, by name."""
 
 
-def named(tree: PyTree) -> dict[str, Any]:
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
     """Leaves by dotted path, so that files depend on no Python class; None is no leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if len(found) != len(leaves):
+    named_leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }
+    if len(named_leaves) != len(leaves):
         raise ValueError(
-            f"{len(leaves)} arrays share {len(found)} names; keys with dots in them clash with"
-            " nested ones"
+            f"{len(leaves)} arrays share {len(named_leaves)} names; keys with dots in them clash"
+            " with nested ones"
         )
-    return found
+    return named_leaves
 
 
-def layout(leaves: Mapping[str, Any]) -> Layout:
+def array_layout(leaves: Mapping[str, Any]) -> ArrayLayout:
     """Shapes and dtypes of named leaves."""
     return {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
 
 
-def require_same(where: str, stored: Layout, wanted: Layout, remedy: str) -> None:
+def require_same_layout(
+    source: str, stored: ArrayLayout, expected: ArrayLayout, remedy: str
+) -> None:
     """Raises ConfigError that names the arrays in which two layouts differ."""
-    differences = [f"{name} is missing" for name in sorted(wanted.keys() - stored.keys())]
+    differences = [f"{name} is missing" for name in sorted(expected.keys() - stored.keys())]
     differences += [
-        f"{name} is not part of this run" for name in sorted(stored.keys() - wanted.keys())
+        f"{name} is not part of this run" for name in sorted(stored.keys() - expected.keys())
     ]
-    for name in sorted(wanted.keys() & stored.keys()):
-        if stored[name] != wanted[name]:
-            (shape, dtype), (wanted_shape, wanted_dtype) = stored[name], wanted[name]
+    for name in sorted(expected.keys() & stored.keys()):
+        if stored[name] != expected[name]:
+            (shape, dtype), (expected_shape, expected_dtype) = stored[name], expected[name]
             differences.append(
-                f"{name} is {dtype}{list(shape)}, this run needs {wanted_dtype}{list(wanted_shape)}"
+                f"{name} is {dtype}{list(shape)}, this run needs"
+                f" {expected_dtype}{list(expected_shape)}"
             )
     if differences:
-        more = differences[_SHOWN_DIFFERENCES:]
-        shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (
-            f"; and {len(more)} more" if more else ""
+        hidden = differences[_MAX_DIFFERENCES:]
+        shown = "; ".join(differences[:_MAX_DIFFERENCES]) + (
+            f"; and {len(hidden)} more" if hidden else ""
         )
-        raise ConfigError(f"{where} was written by another config: {shown}. {remedy}")
+        raise ConfigError(f"{source} was written by another config: {shown}. {remedy}")
 
 
-def brought_together(tree: PyTree) -> PyTree:
+def gather_to_process_0(tree: PyTree) -> PyTree:
     """The arrays of a tree in process 0, whole, on the host; nothing elsewhere, though all
     processes call it: one array after the other is made whole on the devices."""
 
-    def one(leaf: Any) -> np.ndarray | None:
+    def gather_leaf(leaf: Any) -> np.ndarray | None:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             assert isinstance(leaf.sharding, NamedSharding), "as all arrays of several processes"
             leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, jax.P()))
         return np.asarray(leaf) if jax.process_index() == 0 else None
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(gather_leaf, tree)
 
 
-def digests(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
+def digest_arrays(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
     """A number of 32 bits for each array, the same on any mesh and in every process, which all call
     this together.
 
@@ -80,27 +85,30 @@ def digests(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
     for one chance in 2^32. Arrays are summed up where they are, without being gathered; those of a
     lone process on CPUs by NumPy, which needs no compiler.
     """
-    here = jax.process_count() == 1 and all(
+    is_local = jax.process_count() == 1 and all(
         device.platform == "cpu" for leaf in leaves.values() for device in leaf.devices()
     )
-    if here:
-        return {name: int(_digest(np, np.asarray(leaf))) for name, leaf in leaves.items()}
+    if is_local:
+        return {name: int(_digest_array(np, np.asarray(leaf))) for name, leaf in leaves.items()}
     meshes = [
         leaf.sharding.mesh for leaf in leaves.values() if isinstance(leaf.sharding, NamedSharding)
     ]
-    everywhere = NamedSharding(meshes[0], jax.P()) if meshes else None
-    made = _compiled(everywhere)(list(leaves.values()))
-    return {name: int(number) for name, number in zip(leaves, jax.device_get(made), strict=True)}
+    replicated = NamedSharding(meshes[0], jax.P()) if meshes else None
+    device_digests = _compile_digests(replicated)(list(leaves.values()))
+    return {
+        name: int(digest)
+        for name, digest in zip(leaves, jax.device_get(device_digests), strict=True)
+    }
 
 
 @functools.cache
-def _compiled(everywhere: NamedSharding | None) -> Any:
+def _compile_digests(replicated: NamedSharding | None) -> Any:
     return jax.jit(
-        lambda arrays: [_digest(jnp, array) for array in arrays], out_shardings=everywhere
+        lambda arrays: [_digest_array(jnp, array) for array in arrays], out_shardings=replicated
     )
 
 
-def _digest(library: Any, array: Any) -> Any:
+def _digest_array(library: Any, array: Any) -> Any:
     """The sum modulo 2^32 of an array's bits, each element mixed with its place in the whole array:
     the last steps of MurmurHash3."""
     array = library.atleast_1d(array)

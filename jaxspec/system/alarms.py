@@ -8,9 +8,9 @@ from typing import Any
 
 PATIENCE = 10
 """Batches in a row that must show a sign before it is reported."""
-FALLS = 3
+FALL_PATIENCE = 3
 """Evaluations in a row that must each be lower than the one before."""
-STILL = 1e-9
+NEGLIGIBLE_RATE = 1e-9
 """Learning rates below this leave float32 weights as they are: half the spacing of numbers at the
 usual weight, 0.02, is larger, and an update of AdamW or Muon is about as large as its rate."""
 ENTROPY, ENTROPY_SHARE = 0.1, 0.1
@@ -20,64 +20,64 @@ LENGTH_SHARE = 0.2
 _EVALUATION = re.compile(r"eval/(\S+/avg@\d+)")
 
 
-def of_gap(line: Mapping[str, Any], limit: float) -> str:
+def logprob_gap_warning(record: Mapping[str, Any], limit: float) -> str:
     """Recorded logprobs that are, from this batch on, too far from the learner's to be reused."""
-    factor = line.get("rollout/probability_factor", 0.0)
-    if not factor > limit or line["learner/recompute"]:  # also where it is no number
+    factor = record.get("rollout/probability_factor", 0.0)
+    if not factor > limit or record["learner/recompute"]:  # also where it is no number
         return ""
     return (
-        f"warning: batch {line['step']}: probabilities that generation recorded differ from the"
+        f"warning: batch {record['step']}: probabilities that generation recorded differ from the"
         f" learner's by a factor of {factor:.3g} on average, which is above loss.reuse_below"
         f" {limit:g}: old logprobs are recomputed from now on"
     )
 
 
-def of_acceptance(line: Mapping[str, Any], before: float, share: float) -> str:
+def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: float) -> str:
     """A draft that is suddenly accepted less, by more than a share of the acceptance length
-    `before`: nothing else would show it but seconds."""
-    now = line.get("rollout/acceptance_length", 0.0)
-    if now >= before * (1 - share):
+    `baseline`: nothing else would show it but seconds."""
+    acceptance_length = record.get("rollout/acceptance_length", 0.0)
+    if acceptance_length >= baseline * (1 - max_drop):
         return ""
     return (
-        f"warning: batch {line['step']}: acceptance_length fell from {before:.2f} to {now:.2f}, by"
-        f" more than draft_training.alarm {share:g}. Look at loss/draft, grad_norm/draft and"
-        " skipped/draft (did the draft's own update break it? a lower"
-        " --draft_training.learning_rate), at grad_norm/policy and rollout/target_entropy (did the"
-        " policy jump, or get less certain?), at rollout/coverage and"
+        f"warning: batch {record['step']}: acceptance_length fell from {baseline:.2f} to"
+        f" {acceptance_length:.2f}, by more than draft_training.alarm {max_drop:g}. Look at"
+        " loss/draft, grad_norm/draft and skipped/draft (did the draft's own update break it? a"
+        " lower --draft_training.learning_rate), at grad_norm/policy and rollout/target_entropy"
+        " (did the policy jump, or get less certain?), at rollout/coverage and"
         " rollout/expected_acceptance_1 (fewer drafts, as draft_length auto may choose, or worse"
         " ones?), and at samples.jsonl (other prompts?)"
     )
 
 
-def of_short_batch(line: Mapping[str, Any], prompts: int) -> str:
+def short_batch_warning(record: Mapping[str, Any], prompt_count: int) -> str:
     """A batch that all its rollouts did not fill."""
-    groups = line.get("dynamic_sampling/groups", prompts)
-    if groups >= prompts:
+    group_count = record.get("dynamic_sampling/groups", prompt_count)
+    if group_count >= prompt_count:
         return ""
     return (
-        f"warning: batch {line['step']}: {line['dynamic_sampling/rollouts']} rollouts have only"
-        f" {groups:g} groups whose rewards differ, of the {prompts} of a batch, and the policy"
-        " learns from these alone;"
+        f"warning: batch {record['step']}: {record['dynamic_sampling/rollouts']} rollouts have only"
+        f" {group_count:g} groups whose rewards differ, of the {prompt_count} of a batch, and the"
+        " policy learns from these alone;"
         " --dynamic_sampling.max_batches lets it look further, other problems or a larger"
         " --batch.group_size find more"
     )
 
 
 @dataclass
-class Spell:
+class Streak:
     """A sign in consecutive batches or evaluations."""
 
     patience: int
     count: int = 0
-    first: int = 0
-    last: int = 0
+    first_step: int = 0
+    last_step: int = 0
     text: str = ""
 
     def __str__(self) -> str:
         """Where it was, and what it says."""
-        if self.first == self.last:
-            return f"batch {self.first}: {self.text}"
-        return f"batches {self.first} to {self.last}: {self.text}"
+        if self.first_step == self.last_step:
+            return f"batch {self.first_step}: {self.text}"
+        return f"batches {self.first_step} to {self.last_step}: {self.text}"
 
 
 class StallWatch:
@@ -85,121 +85,134 @@ class StallWatch:
 
     Args:
       by_group: whether an answer is compared with others to its prompt alone.
-      rate: the largest learning rate of the run.
+      learning_rate: the largest of the run.
     """
 
-    def __init__(self, by_group: bool, rate: float) -> None:
-        self._by_group, self._rate = by_group, rate
-        self._lines = 0
-        self._open: dict[str, Spell] = {}
-        self._over: list[Spell] = []
-        self._first: list[Mapping[str, Any]] = []
-        self._recent: deque[Mapping[str, Any]] = deque(maxlen=PATIENCE)
-        self._evaluations: dict[str, list[float]] = {}
+    def __init__(self, by_group: bool, learning_rate: float) -> None:
+        self._by_group, self._learning_rate = by_group, learning_rate
+        self._record_count = 0
+        self._open_streaks: dict[str, Streak] = {}
+        self._finished_streaks: list[Streak] = []
+        self._first_records: list[Mapping[str, Any]] = []
+        self._recent_records: deque[Mapping[str, Any]] = deque(maxlen=PATIENCE)
+        self._falling_values: dict[str, list[float]] = {}
         """Values of each metric since it last rose."""
 
-    def look(self, line: Mapping[str, Any]) -> list[str]:
+    def add_record(self, record: Mapping[str, Any]) -> list[str]:
         """Adds the next batch; returns the warnings that are due.
 
         A sign is reported when it has lasted for its patience, then twice as long, and so on.
         """
-        self._lines += 1
-        if len(self._first) < PATIENCE:
-            self._first.append(line)
-        self._recent.append(line)
-        signs = self._of_rate() | self._of_rewards(line) | self._of_collapse()
-        due = [*self._extended(signs, line["step"], PATIENCE)]
-        due += self._extended(self._of_evaluations(line), line["step"], FALLS)
-        return [f"warning: {spell}" for spell in due]
+        self._record_count += 1
+        if len(self._first_records) < PATIENCE:
+            self._first_records.append(record)
+        self._recent_records.append(record)
+        signs = self._rate_signs() | self._reward_signs(record) | self._collapse_signs()
+        due = [*self._extend_streaks(signs, record["step"], PATIENCE)]
+        due += self._extend_streaks(self._evaluation_signs(record), record["step"], FALL_PATIENCE)
+        return [f"warning: {streak}" for streak in due]
 
-    def summary(self) -> list[str]:
+    def lasting_signs(self) -> list[str]:
         """Every sign that lasted; in a short run also one that every batch has shown."""
-        spells = [*self._over, *self._open.values()]
-        return [str(each) for each in spells if each.count >= min(each.patience, self._lines)]
+        streaks = [*self._finished_streaks, *self._open_streaks.values()]
+        return [
+            str(streak)
+            for streak in streaks
+            if streak.count >= min(streak.patience, self._record_count)
+        ]
 
-    def _extended(self, signs: dict[str, str], step: int, patience: int) -> list[Spell]:
+    def _extend_streaks(self, signs: dict[str, str], step: int, patience: int) -> list[Streak]:
         """Continues the spells of `signs`, ends those without a text, and returns the due ones."""
         due = []
         for name, text in signs.items():
-            spell = self._open.get(name)
+            streak = self._open_streaks.get(name)
             if not text:
-                ended = self._open.pop(name, None)
-                self._over += [ended] if ended and ended.count >= ended.patience else []
+                finished = self._open_streaks.pop(name, None)
+                self._finished_streaks += (
+                    [finished] if finished and finished.count >= finished.patience else []
+                )
                 continue
-            if spell is None:
-                spell = self._open[name] = Spell(patience, first=step)
-            spell.count, spell.last, spell.text = spell.count + 1, step, text
-            times, left = divmod(spell.count, patience)
-            if not left and times & (times - 1) == 0:
-                due.append(spell)
+            if streak is None:
+                streak = self._open_streaks[name] = Streak(patience, first_step=step)
+            streak.count, streak.last_step, streak.text = streak.count + 1, step, text
+            multiple, remainder = divmod(streak.count, patience)
+            if not remainder and multiple & (multiple - 1) == 0:
+                due.append(streak)
         return due
 
-    def _of_rate(self) -> dict[str, str]:
+    def _rate_signs(self) -> dict[str, str]:
         """A learning rate that changes nothing."""
         text = (
-            f"the learning rate is at most {self._rate:.3g}, which leaves float32 weights as they"
-            " are; see --optimizer.learning_rate and --optimizer.warmup_steps"
+            f"the learning rate is at most {self._learning_rate:.3g}, which leaves float32 weights"
+            " as they are; see --optimizer.learning_rate and --optimizer.warmup_steps"
         )
-        return {"rate": text if self._rate < STILL else ""}
+        return {"rate": text if self._learning_rate < NEGLIGIBLE_RATE else ""}
 
-    def _of_rewards(self, line: Mapping[str, Any]) -> dict[str, str]:
+    def _reward_signs(self, record: Mapping[str, Any]) -> dict[str, str]:
         """Rewards that do not tell answers apart; nothing is said of a batch without any."""
-        mean, std = line.get("reward/mean"), line.get("reward/std")
+        mean, std = record.get("reward/mean"), record.get("reward/std")
         if mean is None or mean != mean:
             return {}
-        equal, alike = std == 0, line.get("reward/frac_zero_std") == 1
-        cause = _cause(line)
+        all_equal, groups_equal = std == 0, record.get("reward/frac_zero_std") == 1
+        cause = _explain_equal_rewards(record)
         return {
             "equal": f"all rewards are {mean:.3g}, so that no answer is better than another."
             f" {cause}"
-            if equal
+            if all_equal
             else "",
             "groups": f"in no group do rewards differ (their mean is {mean:.3g}), so that nothing"
             f" is learned. {cause}"
-            if alike and not equal and self._by_group
+            if groups_equal and not all_equal and self._by_group
             else "",
         }
 
-    def _of_collapse(self) -> dict[str, str]:
+    def _collapse_signs(self) -> dict[str, str]:
         """Entropy or length that is far below that of the first batches."""
-        if self._lines < 2 * PATIENCE:
+        if self._record_count < 2 * PATIENCE:
             return {}
-        names = "entropy", "rollout/length_mean", "reward/mean"
-        before, now = (
-            {name: _mean(lines, name) for name in names} for lines in (self._first, self._recent)
+        metric_names = "entropy", "rollout/length_mean", "reward/mean"
+        first_means, recent_means = (
+            {name: _mean_metric(records, name) for name in metric_names}
+            for records in (self._first_records, self._recent_records)
         )
-        flat = now["entropy"] < ENTROPY and now["entropy"] < ENTROPY_SHARE * before["entropy"]
-        short = now["rollout/length_mean"] < LENGTH_SHARE * before["rollout/length_mean"]
-        worse = now["reward/mean"] <= before["reward/mean"]
+        has_low_entropy = (
+            recent_means["entropy"] < ENTROPY
+            and recent_means["entropy"] < ENTROPY_SHARE * first_means["entropy"]
+        )
+        is_short = (
+            recent_means["rollout/length_mean"] < LENGTH_SHARE * first_means["rollout/length_mean"]
+        )
+        has_no_gain = recent_means["reward/mean"] <= first_means["reward/mean"]
         return {
-            "entropy": f"entropy has collapsed, from {before['entropy']:.3g} to"
-            f" {now['entropy']:.3g} nats a token: answers to a prompt hardly differ any more. A"
-            " lower --optimizer.learning_rate, a higher --loss.clip_high or --loss.entropy keep it"
-            " up"
-            if flat
+            "entropy": f"entropy has collapsed, from {first_means['entropy']:.3g} to"
+            f" {recent_means['entropy']:.3g} nats a token: answers to a prompt hardly differ any"
+            " more. A lower --optimizer.learning_rate, a higher --loss.clip_high or --loss.entropy"
+            " keep it up"
+            if has_low_entropy
             else "",
-            "length": f"responses have collapsed, from {before['rollout/length_mean']:.0f} to"
-            f" {now['rollout/length_mean']:.0f} tokens, and earn no more"
-            f" ({before['reward/mean']:.3g} -> {now['reward/mean']:.3g}). Look at samples.jsonl: is"
-            " a short answer rewarded by mistake? A lower --optimizer.learning_rate may help"
-            if short and worse
+            "length": f"responses have collapsed, from {first_means['rollout/length_mean']:.0f} to"
+            f" {recent_means['rollout/length_mean']:.0f} tokens, and earn no more"
+            f" ({first_means['reward/mean']:.3g} -> {recent_means['reward/mean']:.3g}). Look at"
+            " samples.jsonl: is a short answer rewarded by mistake? A lower"
+            " --optimizer.learning_rate may help"
+            if is_short and has_no_gain
             else "",
         }
 
-    def _of_evaluations(self, line: Mapping[str, Any]) -> dict[str, str]:
+    def _evaluation_signs(self, record: Mapping[str, Any]) -> dict[str, str]:
         """Shares of correct held-out answers that are lower than the time before."""
         signs = {}
-        for name, value in line.items():
-            found = _EVALUATION.fullmatch(name)
-            if found is None or value is None or value != value:
+        for name, value in record.items():
+            match = _EVALUATION.fullmatch(name)
+            if match is None or value is None or value != value:
                 continue
-            series = self._evaluations.setdefault(name, [])
+            series = self._falling_values.setdefault(name, [])
             if not series or value >= series[-1]:
                 series.clear()
             series.append(value)
             signs[name] = (
-                f"{found[1]} falls: {' > '.join(f'{each:.3g}' for each in series)}."
-                f" --eval.keep_best {found[1]} keeps the best checkpoint of a run; a lower"
+                f"{match[1]} falls: {' > '.join(f'{score:.3g}' for score in series)}."
+                f" --eval.keep_best {match[1]} keeps the best checkpoint of a run; a lower"
                 " --optimizer.learning_rate or --kl.beta may hold it"
                 if len(series) > 1
                 else ""
@@ -207,23 +220,25 @@ class StallWatch:
         return signs
 
 
-def _mean(lines: Any, name: str) -> float:
+def _mean_metric(records: Any, name: str) -> float:
     """Of the lines that have a number; NaN if none has."""
-    values = [value for line in lines if (value := line.get(name)) is not None and value == value]
+    values = [
+        value for record in records if (value := record.get(name)) is not None and value == value
+    ]
     return sum(values) / len(values) if values else float("nan")
 
 
-def _cause(line: Mapping[str, Any]) -> str:
+def _explain_equal_rewards(record: Mapping[str, Any]) -> str:
     """The likeliest reason why rewards are alike, with its remedy."""
-    rows = sum(line.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
-    if line.get("reward/no_answer", 0) > 0.5:
-        cut = line.get("status/length", 0) / max(rows, 1)
+    row_count = sum(record.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
+    if record.get("reward/no_answer", 0) > 0.5:
+        cut_share = record.get("status/length", 0) / max(row_count, 1)
         return (
-            f"No answer was found in {line['reward/no_answer']:.0%} of the responses, of which"
-            f" {cut:.0%} were cut: see --data.answer_style, --data.instruction,"
+            f"No answer was found in {record['reward/no_answer']:.0%} of the responses, of which"
+            f" {cut_share:.0%} were cut: see --data.answer_style, --data.instruction,"
             " --rollout.max_new_tokens and samples.jsonl"
         )
-    if line.get("reward/correct", 0) > 0.5:
+    if record.get("reward/correct", 0) > 0.5:
         return "The problems are too easy for this policy: give harder ones"
     return (
         "The problems are too hard for this policy, or the reward does not see its answers: read"

@@ -7,27 +7,29 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from jaxspec.system.progress import short
+from jaxspec.system.progress import format_number
 
 _PHASES = ("data", "prepare", "generate", "reward", "train", "step")
 _REWARD, _EVALUATION = "reward/mean", re.compile(r"eval/(\S+/avg@\d+)")
 
 
-def missing(lines: Sequence[Mapping[str, Any]], batches: int) -> str:
-    """Which of a run's first `batches` batches have no line of metrics; empty where all have
+def describe_missing_batches(records: Sequence[Mapping[str, Any]], batch_count: int) -> str:
+    """Which of a run's first `batch_count` batches have no line of metrics; empty where all have
     one."""
-    gone = sorted(set(range(batches)) - {line["step"] for line in lines})
-    few = ", ".join(map(str, gone[:5])) + (f" and {len(gone) - 5} more" if len(gone) > 5 else "")
+    missing_batches = sorted(set(range(batch_count)) - {record["step"] for record in records})
+    listing = ", ".join(map(str, missing_batches[:5])) + (
+        f" and {len(missing_batches) - 5} more" if len(missing_batches) > 5 else ""
+    )
     return (
-        f"metrics.jsonl has no line for batch {few}, which were made: the closing table is of the"
-        " others"
-        if gone
+        f"metrics.jsonl has no line for batch {listing}, which were made: the closing table is of"
+        " the others"
+        if missing_batches
         else ""
     )
 
 
-def closing_table(
-    lines: Sequence[Mapping[str, Any]],
+def build_closing_table(
+    records: Sequence[Mapping[str, Any]],
     summary: Mapping[str, float | int],
     signs: Sequence[str] = (),
 ) -> Table:
@@ -36,36 +38,38 @@ def closing_table(
 
     A batch or an evaluation that has no number counts, as `none`.
 
-    `lines` are those of `read`. `summary` compares plain and speculative decoding of the same
-    `rows`: target passes a sequence (`plain/passes`, `spec/passes`), seconds (`plain/seconds`,
+    `records` are those of `read_metrics`. `summary` compares plain and speculative decoding of the
+    same `rows`: target passes a sequence (`plain/passes`, `spec/passes`), seconds (`plain/seconds`,
     `spec/seconds`) and what a round costs in plain steps (`round_cost`). `signs` say that the run
     could not learn.
     """
     table = Table(
-        box=box.SIMPLE, show_header=False, title=f"{len(lines)} batches", title_justify="left"
+        box=box.SIMPLE, show_header=False, title=f"{len(records)} batches", title_justify="left"
     )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
 
-    def column(name: str) -> list[float | int]:
-        return [line[name] for line in lines if line.get(name) is not None]
+    def column_values(name: str) -> list[float | int]:
+        return [record[name] for record in records if record.get(name) is not None]
 
-    for title, text in _from_first_to_last(lines):
+    for title, text in _summary_rows(records):
         table.add_row(title, text)
     for sign in signs:
         table.add_row("cannot learn", sign)
-    rates = {
+    rate_metrics = {
         "the whole step": "rollout/tokens_per_s",
         "generation alone": "rollout/generation_tokens_per_s",
     }
     medians = {
-        over: sorted(values)[len(values) // 2]
-        for over, name in rates.items()
-        if (values := column(name))
+        basis: sorted(values)[len(values) // 2]
+        for basis, name in rate_metrics.items()
+        if (values := column_values(name))
     }
-    for over, rate in medians.items():
-        table.add_row("tokens/s", f"{short(rate)} (over {over}, median batch)")
-    if phases := {phase: sum(values) for phase in _PHASES if (values := column(f"time/{phase}"))}:
+    for basis, rate in medians.items():
+        table.add_row("tokens/s", f"{format_number(rate)} (over {basis}, median batch)")
+    if phases := {
+        phase: sum(values) for phase in _PHASES if (values := column_values(f"time/{phase}"))
+    }:
         table.add_row(
             "seconds by phase",
             ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()),
@@ -81,76 +85,87 @@ def closing_table(
                 if unit == "seconds"
                 else f"{plain / speculative:.2f} times fewer"
             )
-            table.add_row(title, f"plain {short(plain)}, speculative {short(speculative)}: {gain}")
+            table.add_row(
+                title,
+                f"plain {format_number(plain)}, speculative {format_number(speculative)}: {gain}",
+            )
     if cost := summary.get("round_cost"):
-        table.add_row("round_cost", f"{short(cost)} (a round over a plain step, in seconds)")
+        table.add_row(
+            "round_cost", f"{format_number(cost)} (a round over a plain step, in seconds)"
+        )
     return table
 
 
-def _from_first_to_last(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _summary_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Rows of the table: how rewards, acceptance and the evaluation went, and how many rows have no
     part in that."""
     for title, name in (("reward", _REWARD), ("acceptance_length", "rollout/acceptance_length")):
-        if values := [line[name] for line in lines if name in line]:
+        if values := [record[name] for record in records if name in record]:
             tenth = max(1, len(values) // 10)
-            ends = f"first and last {tenth} of {len(values)}{_lacking(values)}"
-            yield title, f"{_mean(values[:tenth])} -> {_mean(values[-tenth:])} ({ends})"
-    if any(failed := [line.get("status/failed", 0) for line in lines]):
-        rows, batches = sum(map(_ended, lines)), sum(map(bool, failed))
+            sample_note = f"first and last {tenth} of {len(values)}{_missing_note(values)}"
+            yield (
+                title,
+                f"{_format_mean(values[:tenth])} -> {_format_mean(values[-tenth:])}"
+                f" ({sample_note})",
+            )
+    if any(failed_counts := [record.get("status/failed", 0) for record in records]):
+        row_count, batch_count = sum(map(_count_rows, records)), sum(map(bool, failed_counts))
         yield (
             "failed rows",
             (
-                f"{sum(failed):,.0f} of {rows:,.0f}, in {batches} of {len(lines)} batches (logits"
-                " that are not finite)"
+                f"{sum(failed_counts):,.0f} of {row_count:,.0f}, in {batch_count} of {len(records)}"
+                " batches (logits that are not finite)"
             ),
         )
-    for title, values in _evaluations(lines).items():
-        lacking = f" ({len(values)} evaluations{_lacking(values)})" if _lacking(values) else ""
-        yield title, f"{_mean(values[:1])} -> {_mean(values[-1:])}{lacking}"
+    for title, values in _evaluation_series(records).items():
+        missing_note = (
+            f" ({len(values)} evaluations{_missing_note(values)})" if _missing_note(values) else ""
+        )
+        yield title, f"{_format_mean(values[:1])} -> {_format_mean(values[-1:])}{missing_note}"
 
 
-def _evaluations(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+def _evaluation_series(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """Shares of correct answers, by set and number of answers."""
-    found: dict[str, list[float | None]] = {}
-    for line in lines:
-        for name, value in line.items():
-            if matched := _EVALUATION.fullmatch(name):
-                found.setdefault(matched[1], []).append(value)
-    return found
+    series: dict[str, list[float | None]] = {}
+    for record in records:
+        for name, value in record.items():
+            if match := _EVALUATION.fullmatch(name):
+                series.setdefault(match[1], []).append(value)
+    return series
 
 
-def _ended(line: Mapping[str, Any]) -> float | int:
+def _count_rows(record: Mapping[str, Any]) -> float | int:
     """Rows of a batch, however they ended."""
-    return sum(line.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
+    return sum(record.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
 
 
-def _mean(values: Sequence[float | None]) -> str:
+def _format_mean(values: Sequence[float | None]) -> str:
     """Of those that are numbers."""
     numbers = [value for value in values if value is not None]
     return f"{sum(numbers) / len(numbers):.2f}" if numbers else "none"
 
 
-def _lacking(values: Sequence[float | None]) -> str:
+def _missing_note(values: Sequence[float | None]) -> str:
     """How many are no numbers, to be put behind their count."""
-    missing = sum(value is None for value in values)
-    return f", {missing} without a number" if missing else ""
+    missing_count = sum(value is None for value in values)
+    return f", {missing_count} without a number" if missing_count else ""
 
 
-def without_result(lines: Sequence[Mapping[str, Any]]) -> str:
+def explain_missing_result(records: Sequence[Mapping[str, Any]]) -> str:
     """Why a run that made all its batches has no result: its last batch or its last evaluation has
     no number; empty where both have one."""
-    found = []
-    if lines and lines[-1].get(_REWARD, 0) is None:
-        failed = (
-            f"{lines[-1].get('status/failed', 0):.0f} of its {_ended(lines[-1]):.0f} rows failed"
-            " (logits that are not finite)"
+    reasons = []
+    if records and records[-1].get(_REWARD, 0) is None:
+        failed_rows = (
+            f"{records[-1].get('status/failed', 0):.0f} of its {_count_rows(records[-1]):.0f} rows"
+            " failed (logits that are not finite)"
         )
-        found.append(f"the last batch, {lines[-1]['step']}, has no reward: {failed}")
-    for name, values in _evaluations(lines).items():
+        reasons.append(f"the last batch, {records[-1]['step']}, has no reward: {failed_rows}")
+    for name, values in _evaluation_series(records).items():
         if values[-1] is None:
-            found.append(f"the last evaluation has no {name}: no answer has a reward")
+            reasons.append(f"the last evaluation has no {name}: no answer has a reward")
     remedy = (
         "look at loss/policy and grad_norm/policy in metrics.jsonl; a lower"
         " --optimizer.learning_rate is the usual remedy"
     )
-    return f"{' and '.join(found)}; {remedy}" if found else ""
+    return f"{' and '.join(reasons)}; {remedy}" if reasons else ""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.inputs.json_keys import shown
+from jaxspec.inputs.json_keys import format_value
 
-ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+MISSING_FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """What is raised where there is no such file."""
 
 
@@ -24,44 +24,46 @@ class SaveError(ConfigError):
     """Something could not be written to disk; what was saved before is intact."""
 
 
-class Damaged(ConfigError):
-    """A file that was written here does not hold any more what was written: `what` is wrong, and
+class DamagedFileError(ConfigError):
+    """A file that was written here does not hold any more what was written: `problem` is wrong, and
     what can be done about it."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(f"{what}; {remedy}")
-        self.what = what
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
 
 
 @contextlib.contextmanager
-def writing(what: str, remedy: str, error: type[ConfigError] = SaveError) -> Iterator[None]:
+def explain_write_errors(
+    problem: str, remedy: str, error_type: type[ConfigError] = SaveError
+) -> Iterator[None]:
     """Turns what the operating system refuses into one message: what cannot be done, why, and the
     remedy."""
     try:
         yield
-    except OSError as reason:
-        raise error(f"{what}: {reason.strerror or reason}; {remedy}") from reason
+    except OSError as error:
+        raise error_type(f"{problem}: {error.strerror or error}; {remedy}") from error
 
 
 @contextlib.contextmanager
-def reading(file: Path) -> Iterator[None]:
+def explain_read_errors(file: Path) -> Iterator[None]:
     """Turns into ConfigError what the operating system refuses, for want of a right, say; what an
     absent or damaged file raises stays."""
     try:
         yield
-    except ABSENT:
+    except MISSING_FILE_ERRORS:
         raise
-    except OSError as reason:
+    except OSError as error:
         # such as a jump before the beginning, where a damaged archive says so
-        if reason.errno in (None, errno.EINVAL):
+        if error.errno in (None, errno.EINVAL):
             raise
         raise ConfigError(
-            f"{file} cannot be read: {reason.strerror}; see to that and run the same command again"
-        ) from reason
+            f"{file} cannot be read: {error.strerror}; see to that and run the same command again"
+        ) from error
 
 
 @contextlib.contextmanager
-def replacing(
+def atomic_replace(
     file: Path,
     remedy: str = "free some space and run the same command again",
     *,
@@ -75,25 +77,27 @@ def replacing(
     Raises:
       SaveError: the file cannot be written.
     """
-    fresh = file.with_name(f"{file.name}.{f'{os.uname().nodename}-{os.getpid()}.' * shared}tmp")
-    with writing(f"{file} cannot be written", remedy):
+    temporary_file = file.with_name(
+        f"{file.name}.{f'{os.uname().nodename}-{os.getpid()}.' * shared}tmp"
+    )
+    with explain_write_errors(f"{file} cannot be written", remedy):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            yield fresh
-            fresh.replace(file)
+            yield temporary_file
+            temporary_file.replace(file)
         except BaseException:
             with contextlib.suppress(OSError):
-                fresh.unlink()
+                temporary_file.unlink()
             raise
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Writes a text file as `replacing` does."""
-    with replacing(file) as fresh:
-        fresh.write_text(text, encoding="utf-8")
+def write_text_atomic(file: Path, text: str) -> None:
+    """Writes a text file as `atomic_replace` does."""
+    with atomic_replace(file) as temporary_file:
+        temporary_file.write_text(text, encoding="utf-8")
 
 
-def discard(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Removes what is at a path: a file, a link, or a folder with all that is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -101,7 +105,7 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def digest(file: Path) -> str:
+def hash_file(file: Path) -> str:
     """The SHA-256 of a file's content, read piece by piece; "-" where there is no such file.
 
     Raises:
@@ -109,35 +113,35 @@ def digest(file: Path) -> str:
         device.
     """
     try:
-        with reading(file):
-            kind = file.stat().st_mode
-            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        with explain_read_errors(file):
+            mode = file.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise ConfigError(
                     f"{file} is not a regular file; copy what it gives to one, and name that"
                 )
-            with file.open("rb") as opened:
-                return hashlib.file_digest(opened, "sha256").hexdigest()
-    except ABSENT:
+            with file.open("rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+    except MISSING_FILE_ERRORS:
         return "-"
 
 
-def expanded(text: str | Path, name: str) -> Path:
+def expand_user_path(path: str | Path, setting: str) -> Path:
     """An absolute path, with `~` and `~USER` as home directories.
 
     Raises:
-      ConfigError: there is no such home; the setting `name` is named.
+      ConfigError: there is no such home; the `setting` is named.
     """
     try:
-        return Path(text).expanduser().absolute()
+        return Path(path).expanduser().absolute()
     except RuntimeError as error:
-        home = Path(text).parts[0]
+        home = Path(path).parts[0]
         raise ConfigError(
-            f"{name} is {shown(str(text))}, and no home directory of {home} is known here; give the"
-            " whole path"
+            f"{setting} is {format_value(str(path))}, and no home directory of {home} is known"
+            " here; give the whole path"
         ) from error
 
 
-def locked(path: Path, *, wait: bool) -> TextIO | None:
+def lock_file(path: Path, *, wait: bool) -> TextIO | None:
     """Opens a file and locks it; closing it, or the death of the process, unlocks. None if it is
     locked already, unless `wait`."""
     file = path.open("a+", encoding="utf-8")
@@ -149,6 +153,6 @@ def locked(path: Path, *, wait: bool) -> TextIO | None:
     return file
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     """The time in UTC, as it is written into files."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

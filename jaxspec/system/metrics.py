@@ -15,24 +15,24 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import shown
+from jaxspec.inputs.json_keys import format_value
 
 
 @contextlib.contextmanager
-def _without(name: str) -> Iterator[None]:
+def _hide_module(name: str) -> Iterator[None]:
     """As if a module were not installed, unless it is imported already."""
     modules: dict[str, Any] = sys.modules
-    hidden = modules.setdefault(name, None) is None
+    is_hidden = modules.setdefault(name, None) is None
     try:
         yield
     finally:
-        if hidden:
+        if is_hidden:
             del modules[name]
 
 
 # tensorboardX imports torch wherever it finds it, which takes seconds and its memory, for what is
 # not used here.
-with _without("torch"):
+with _hide_module("torch"):
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -54,32 +54,32 @@ class MetricsWriter:
     def __init__(self, workdir: Path, process_index: int) -> None:
         self._workdir = Path(workdir)
         self._silent = process_index != 0
-        self._events = _Events(self._workdir / _EVENTS)
+        self._events = _EventWriter(self._workdir / _EVENTS)
         # A killed run may have left half a line, which would spoil the next one.
-        self._cut(math.inf)
+        self._truncate_files(math.inf)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write_record(self, record: Mapping[str, Any]) -> None:
         """Appends one line, whose `step` is the x axis in TensorBoard; NaN and infinity are written
         as null."""
         if not self._silent:
-            written = plain(line)
-            append_lines(self._workdir / _METRICS, [written])
-            self._events.write(
-                written["step"],
+            json_record = to_json_value(record)
+            append_records(self._workdir / _METRICS, [json_record])
+            self._events.write_numbers(
+                json_record["step"],
                 {
                     name: float(value)
-                    for name, value in written.items()
+                    for name, value in json_record.items()
                     if isinstance(value, int | float)
                 },
             )
@@ -87,45 +87,47 @@ class MetricsWriter:
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends one line a sample, with its step."""
         if not self._silent:
-            append_lines(self._workdir / _SAMPLES, ({"step": step, **sample} for sample in samples))
+            append_records(
+                self._workdir / _SAMPLES, ({"step": step, **sample} for sample in samples)
+            )
 
-    def cut_back(self, step: int) -> None:
+    def truncate_from(self, step: int) -> None:
         """Drops the lines of `step` and later, which a resumed run writes again."""
-        self._cut(step)
-        self._events.purge = step
+        self._truncate_files(step)
+        self._events.purge_step = step
 
     def close(self) -> None:
         """Completes TensorBoard's events."""
         self._events.close()
 
-    def _cut(self, step: float | int) -> None:
+    def _truncate_files(self, step: float | int) -> None:
         if not self._silent:
-            cut_lines(self._workdir / _METRICS, step)
-            cut_lines(self._workdir / _SAMPLES, step)
+            truncate_records(self._workdir / _METRICS, step)
+            truncate_records(self._workdir / _SAMPLES, step)
 
 
-class _Events:
+class _EventWriter:
     """TensorBoard's events, written in the calling thread: SummaryWriter has a thread whose queue
     blocks for good once the disk is full."""
 
     def __init__(self, folder: Path) -> None:
-        self.purge: int | None = None
+        self.purge_step: int | None = None
         """Tell TensorBoard, before the next event, to hide older ones from this step on."""
         self._folder = folder
         self._writer: EventsWriter | None = None
-        self._flushed = -math.inf
+        self._last_flush_time = -math.inf
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        with _writing(self._folder):
+    def write_numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        with _explain_write_errors(self._folder):
             if self._writer is None:
                 self._folder.mkdir(exist_ok=True)
                 self._writer = EventsWriter(str(self._folder / "events"))
-            if self.purge is not None:
-                start = _SessionLog(status=_SessionLog.START)
+            if self.purge_step is not None:
+                session_start = _SessionLog(status=_SessionLog.START)
                 self._writer.write_event(
-                    _Event(wall_time=time.time(), step=self.purge, session_log=start)
+                    _Event(wall_time=time.time(), step=self.purge_step, session_log=session_start)
                 )
-                self.purge = None
+                self.purge_step = None
             values = [
                 _Summary.Value(tag=name, simple_value=value)
                 for name, value in numbers.items()
@@ -134,129 +136,138 @@ class _Events:
             self._writer.write_event(
                 _Event(wall_time=time.time(), step=step, summary=_Summary(value=values))
             )
-            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            if time.monotonic() - self._last_flush_time > _FLUSH_SECONDS:
                 self._writer.flush()
-                self._flushed = time.monotonic()
+                self._last_flush_time = time.monotonic()
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            with _writing(self._folder):
+            with _explain_write_errors(self._folder):
                 writer.close()
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as reason:
+    except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {reason.strerror}; free some space and run the same command"
+            f"{path} cannot be written: {error.strerror}; free some space and run the same command"
             " again"
-        ) from reason
+        ) from error
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Turns arrays and NumPy numbers into JSON's own types, and NaN and infinity into None."""
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_json_value(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Appends lines of JSON to a file; NaN and infinity are written as null."""
-    _dump(path, "a", map(plain, lines))
+    _write_records(path, "a", map(to_json_value, records))
 
 
-def _dump(path: Path, mode: Literal["a", "w"], lines: Iterable[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-    with _writing(path), path.open(mode, encoding="utf-8") as file:
+def _write_records(
+    path: Path, mode: Literal["a", "w"], records: Iterable[Mapping[str, Any]]
+) -> None:
+    text = "".join(
+        json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records
+    )
+    with _explain_write_errors(path), path.open(mode, encoding="utf-8") as file:
         file.write(text)
 
 
-def _content(path: Path) -> bytes:
+def _load_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as reason:
+    except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {reason.strerror}; move it away, or name another folder"
-        ) from reason
+            f"{path} cannot be read: {error.strerror}; move it away, or name another folder"
+        ) from error
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
     """Complete lines of a file; a last one that lacks its end, and not only the newline, was torn
     by a kill."""
     if not path.exists():
         return []
-    *complete, last = _content(path).split(b"\n")
-    lines = []
-    for number, text in enumerate([*complete, last] if last.endswith(b"}") else complete, start=1):
-        where, remedy = f"{path}, line {number}", "mend or remove that line"
+    *complete_lines, last_line = _load_bytes(path).split(b"\n")
+    records = []
+    for line_number, text in enumerate(
+        [*complete_lines, last_line] if last_line.endswith(b"}") else complete_lines, start=1
+    ):
+        location, remedy = f"{path}, line {line_number}", "mend or remove that line"
         try:
-            line = json.loads(text, parse_constant=_no_number)
+            record = json.loads(text, parse_constant=_reject_constant)
             # as it will be written again
-            json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, RecursionError) as reason:
-            raise ConfigError(f"{where} is not JSON ({reason}); {remedy}") from reason
+            json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{location} is not JSON ({error}); {remedy}") from error
         require(
-            isinstance(line, dict) and type(line.get("step")) is int,
-            f"{where} has no `step` that is a whole number; {remedy}",
+            isinstance(record, dict) and type(record.get("step")) is int,
+            f"{location} has no `step` that is a whole number; {remedy}",
         )
-        lines.append(line)
-    return lines
+        records.append(record)
+    return records
 
 
-def _no_number(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def cut_lines(path: Path, step: float | int) -> None:
+def truncate_records(path: Path, step: float | int) -> None:
     """Keeps the complete lines before `step`; the file is replaced at once or not at all."""
-    kept = [line for line in read_lines(path) if line["step"] < step]
+    remaining_records = [record for record in read_records(path) if record["step"] < step]
     if path.exists():
-        shorter = path.with_suffix(".cut")
-        _dump(shorter, "w", kept)
-        with _writing(path):
-            shorter.replace(path)
+        temporary_file = path.with_suffix(".cut")
+        _write_records(temporary_file, "w", remaining_records)
+        with _explain_write_errors(path):
+            temporary_file.replace(path)
 
 
-def read(workdir: Path) -> list[dict[str, Any]]:
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics, oldest first; raises ConfigError for a line, also of
     its samples, that is damaged."""
-    read_lines(Path(workdir) / _SAMPLES)
-    lines = read_lines(Path(workdir) / _METRICS)
-    for number, line in enumerate(lines, start=1):
-        wrong = [
+    read_records(Path(workdir) / _SAMPLES)
+    records = read_records(Path(workdir) / _METRICS)
+    for line_number, record in enumerate(records, start=1):
+        invalid_names = [
             name
-            for name, value in line.items()
+            for name, value in record.items()
             if value is not None and type(value) not in (int, float)
         ]
-        where = f"{Path(workdir) / _METRICS}, line {number}"
+        location = f"{Path(workdir) / _METRICS}, line {line_number}"
         require(
-            not wrong,
-            f"{where} has {shown(', '.join(wrong))} that is no number; mend or remove that line",
+            not invalid_names,
+            f"{location} has {format_value(', '.join(invalid_names))} that is no number; mend or"
+            " remove that line",
         )
-    return lines
+    return records
 
 
-def over_rollouts(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_rollout_metrics(records: list[dict[str, Any]]) -> dict[str, Any]:
     """The metrics of a batch that several rollouts fill, each over the rollouts that have it.
 
     Seconds, tokens and counts of rows are added up. Of shortest and longest responses the extremes
     are taken, of everything else means.
     """
     merged = {}
-    for name in {name: None for line in lines for name in line}:
-        found = [value for line in lines if not math.isnan(value := line.get(name, math.nan))]
-        summed = name == "rollout/tokens" or name.startswith(("time/", "status/"))
+    for name in {name: None for record in records for name in record}:
+        values = [
+            value for record in records if not math.isnan(value := record.get(name, math.nan))
+        ]
+        is_summed = name == "rollout/tokens" or name.startswith(("time/", "status/"))
         extremes = {"rollout/length_min": min, "rollout/length_max": max}
-        merge = sum if summed else extremes.get(name, fmean)
-        merged[name] = merge(found) if found else math.nan
-    return merged | {"step": lines[0]["step"]}
+        reduce = sum if is_summed else extremes.get(name, fmean)
+        merged[name] = reduce(values) if values else math.nan
+    return merged | {"step": records[0]["step"]}
 
 
 def standard_deviation(values: np.ndarray) -> float:
@@ -267,29 +278,32 @@ def standard_deviation(values: np.ndarray) -> float:
     return float(values.std(dtype=np.float64)) if np.ptp(values) else 0.0
 
 
-def headline(line: Mapping[str, Any]) -> dict[str, float]:
+def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a batch's complete line that the terminal shows: what speaks of its
     result, and failed rows and skipped updates where there are any."""
-    shown = {
+    result_metrics = {
         "reward": "reward/mean",
         "acceptance_length": "rollout/acceptance_length",
         "tokens_per_s": "rollout/tokens_per_s",
     }
-    faults = {
+    fault_metrics = {
         "failed": "status/failed",
         "skipped_policy": "skipped/policy",
         "skipped_draft": "skipped/draft",
     }
-    numbers = {name: line[key] for name, key in shown.items()}
-    return numbers | {name: line[key] for name, key in faults.items() if line.get(key)}
+    numbers = {name: record[key] for name, key in result_metrics.items()}
+    return numbers | {name: record[key] for name, key in fault_metrics.items() if record.get(key)}
 
 
-def token_rates(line: Mapping[str, Any]) -> dict[str, float]:
+def token_rates(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the tokens a second of a batch's complete line: over the whole step, and over
     generation where that is timed by itself."""
-    over = {"rollout/tokens_per_s": "time/step", "rollout/generation_tokens_per_s": "time/generate"}
+    duration_metrics = {
+        "rollout/tokens_per_s": "time/step",
+        "rollout/generation_tokens_per_s": "time/generate",
+    }
     return {
-        name: line["rollout/tokens"] / line[seconds]
-        for name, seconds in over.items()
-        if seconds in line
+        name: record["rollout/tokens"] / record[duration]
+        for name, duration in duration_metrics.items()
+        if duration in record
     }

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from jaxspec.system.terminal import heard_or_not, silence
+from jaxspec.system.terminal import ignore_output_errors, silence_stdout
 
-WAITING_SECONDS = 10.0
-"""Between two lines of `Waiting`."""
+HEARTBEAT_SECONDS = 10.0
+"""Between two lines of `Heartbeat`."""
 _PLAIN_SECONDS = 10.0
 _PLAIN_LINES = 20
 
@@ -24,18 +24,18 @@ class Screen(Console):
     it."""
 
     def on_broken_pipe(self) -> None:
-        silence()
+        silence_stdout()
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Writes what was printed meanwhile, as does every `print`; a full disk is survived as
         well."""
-        with heard_or_not():
-            super().__exit__(kind, error, trace)
+        with ignore_output_errors():
+            super().__exit__(error_type, error, traceback)
 
 
 class Progress:
@@ -52,8 +52,8 @@ class Progress:
         self._total = total
         self._console = console or Screen(quiet=process_index != 0)
         self._bar: Bar | None = None
-        self._first: tuple[int, float] | None = None
-        self._shown = -math.inf
+        self._first_update: tuple[int, float] | None = None
+        self._last_line_time = -math.inf
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal and not self._console.quiet:
@@ -70,34 +70,34 @@ class Progress:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.stop()
 
     def update(self, step: int, **numbers: float | int | None) -> None:
         """Says that `step` of `total` are done, with numbers such as reward, acceptance_length,
         tokens_per_s; None is left out."""
-        now = time.monotonic()
-        self._first = self._first or (step, now)
-        shown = [
-            f"{name.replace('_per_', '/')} {short(value)}"
+        current_time = time.monotonic()
+        self._first_update = self._first_update or (step, current_time)
+        number_texts = [
+            f"{name.replace('_per_', '/')} {format_number(value)}"
             for name, value in numbers.items()
             if value is not None
         ]
-        text = "  ".join(shown + self._left(step, now))
+        text = "  ".join(number_texts + self._format_remaining(step, current_time))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=text)
         elif (
             step == self._total
             or step % max(1, self._total // _PLAIN_LINES) == 0
-            or now - self._shown >= _PLAIN_SECONDS
+            or current_time - self._last_line_time >= _PLAIN_SECONDS
         ):
-            self.say(f"{self._title} {step}/{self._total}  {text}".rstrip())
-            self._shown = now
+            self.print_line(f"{self._title} {step}/{self._total}  {text}".rstrip())
+            self._last_line_time = current_time
 
-    def say(self, message: str) -> None:
+    def print_line(self, message: str) -> None:
         """Prints a line, above the bar if there is one."""
         self._console.print(Text(message), soft_wrap=True)
 
@@ -107,11 +107,15 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def _left(self, step: int, now: float) -> list[str]:
+    def _format_remaining(self, step: int, current_time: float) -> list[str]:
         """Seconds left at the pace since the first update, which had to wait for the compiler."""
-        if self._first is None or step <= self._first[0] or step >= self._total:
+        if self._first_update is None or step <= self._first_update[0] or step >= self._total:
             return []
-        seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
+        seconds = (
+            (current_time - self._first_update[1])
+            / (step - self._first_update[0])
+            * (self._total - step)
+        )
         return [
             (
                 f"{int(seconds // 60)} min {int(seconds % 60):02d} s left"
@@ -121,45 +125,47 @@ class Progress:
         ]
 
 
-class Waiting:
+class Heartbeat:
     """Says every ten seconds what is being done, and for how long so far."""
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell = tell
-        self._now = "", 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
+    def __init__(self, print_line: Callable[[str], object]) -> None:
+        self._print_line = print_line
+        self._current = "", 0.0
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(
+            target=self._print_periodically, name="waiting", daemon=True
+        )
 
-    def __enter__(self) -> "Waiting":
+    def __enter__(self) -> "Heartbeat":
         self._thread.start()
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
-        self._ended.set()
+        self._stop_event.set()
         self._thread.join()
 
-    def begin(self, doing: str) -> None:
+    def start_activity(self, activity: str) -> None:
         """Says from now on that this is done; nothing of an empty text."""
-        self._now = doing, time.monotonic()
+        self._current = activity, time.monotonic()
 
-    def say(self, line: str) -> None:
+    def print_line(self, message: str) -> None:
         """Says a line in place of what was begun."""
-        self.begin("")
-        self._tell(line)
+        self.start_activity("")
+        self._print_line(message)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(WAITING_SECONDS):
-            doing, began = self._now
-            if doing:
-                self._tell(f"{doing}: {time.monotonic() - began:.0f} s so far")
+    def _print_periodically(self) -> None:
+        while not self._stop_event.wait(HEARTBEAT_SECONDS):
+            activity, start_time = self._current
+            if activity:
+                self._print_line(f"{activity}: {time.monotonic() - start_time:.0f} s so far")
 
 
-def short(number: float | int) -> str:
+def format_number(number: float | int) -> str:
     """Returns a number with three significant digits, and thousands in full; NaN as `none`."""
     if math.isnan(number):
         return "none"

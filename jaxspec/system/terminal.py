@@ -7,31 +7,31 @@ import sys
 from collections.abc import Iterator
 
 
-def to_nowhere(*numbers: int) -> None:
+def redirect_to_null(*descriptors: int) -> None:
     """Sends what is still written to these file descriptors to nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in numbers:
-        os.dup2(nowhere, number)
-    os.close(nowhere)
+    null_descriptor = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null_descriptor, descriptor)
+    os.close(null_descriptor)
 
 
 @contextlib.contextmanager
-def heard_or_not() -> Iterator[None]:
+def ignore_output_errors() -> Iterator[None]:
     """Lets a program go on that cannot write to standard output, because `| head` has ended or the
     disk is full: the rest goes nowhere."""
     try:
         yield
     except OSError:
-        silence()
+        silence_stdout()
 
 
-def silence() -> None:
+def silence_stdout() -> None:
     """Sends what is still printed to nowhere."""
     if sys.stdout is not None:
-        to_nowhere(sys.stdout.fileno())
+        redirect_to_null(sys.stdout.fileno())
 
 
-def say(message: str) -> None:
+def print_line(message: str) -> None:
     """Prints a line."""
-    with heard_or_not():
+    with ignore_output_errors():
         print(message, flush=True)

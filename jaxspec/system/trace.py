@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-PARTS = (
+TRACED_SCOPES = (
     "learn",
     "logprob",
     "train",
@@ -34,7 +34,7 @@ PARTS = (
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE
 )
-CONTAINERS = ("while", "conditional", "call")
+CONTAINER_OPCODES = ("while", "conditional", "call")
 """Instructions that last as long as all those inside them."""
 
 
@@ -42,155 +42,189 @@ class Profiler:
     """Traces the calls whose numbers are in a range, and writes them to a file."""
 
     def __init__(
-        self, numbers: range, file: Path, programs: Sequence[Any], say: Callable[[str], Any]
+        self,
+        call_numbers: range,
+        file: Path,
+        programs: Sequence[Any],
+        print_line: Callable[[str], Any],
     ) -> None:
         """`programs` are those that the calls run, compiled."""
-        self._numbers, self._file, self._programs, self._say = numbers, file, programs, say
-        self._raw: tempfile.TemporaryDirectory[str] | None = None
-        self._written = False
+        self._call_numbers, self._file, self._programs, self._print_line = (
+            call_numbers,
+            file,
+            programs,
+            print_line,
+        )
+        self._raw_folder: tempfile.TemporaryDirectory[str] | None = None
+        self._is_written = False
 
     @contextlib.contextmanager
-    def call(self, number: int) -> Iterator[None]:
+    def trace_call(self, call_number: int) -> Iterator[None]:
         """Around a call: the first of the range starts the trace, the last one writes it."""
-        if number not in self._numbers:
+        if call_number not in self._call_numbers:
             yield
             return
-        if self._raw is None:
-            self._raw = tempfile.TemporaryDirectory()
+        if self._raw_folder is None:
+            self._raw_folder = tempfile.TemporaryDirectory()
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # thousands of Python calls hide what the devices do
-            jax.profiler.start_trace(self._raw.name, profiler_options=options)
-        with jax.profiler.StepTraceAnnotation("call", step_num=number):
+            jax.profiler.start_trace(self._raw_folder.name, profiler_options=options)
+        with jax.profiler.StepTraceAnnotation("call", step_num=call_number):
             yield
-        if number == self._numbers[-1]:
+        if call_number == self._call_numbers[-1]:
             self.close()
 
     def close(self) -> None:
         """Writes what was traced and is not yet written; says so where there was nothing to
         trace."""
-        if self._raw is None:
-            if self._numbers and not self._written:
-                self._say(
-                    f"no trace: none of the calls {self._numbers[0]} to {self._numbers[-1]} was"
-                    " made"
+        if self._raw_folder is None:
+            if self._call_numbers and not self._is_written:
+                self._print_line(
+                    f"no trace: none of the calls {self._call_numbers[0]} to"
+                    f" {self._call_numbers[-1]} was made"
                 )
             return
         jax.profiler.stop_trace()
-        with self._raw as folder:
-            (raw,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
-            events = trace_events(
-                jax.profiler.ProfileData.from_file(str(raw)), paths_of(self._programs)
+        with self._raw_folder as folder:
+            (trace_file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
+            events = build_trace_events(
+                jax.profiler.ProfileData.from_file(str(trace_file)),
+                read_scope_paths(self._programs),
             )
-        self._raw, self._written = None, True
+        self._raw_folder, self._is_written = None, True
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with gzip.open(self._file, "wt", encoding="utf-8") as file:
             json.dump({"traceEvents": events}, file)
-        self._say(f"trace: {self._file} (open it at https://ui.perfetto.dev)")
+        self._print_line(f"trace: {self._file} (open it at https://ui.perfetto.dev)")
 
 
-def paths_of(programs: Sequence[Any]) -> dict[tuple[str, str], tuple[str, ...]]:
+def read_scope_paths(programs: Sequence[Any]) -> dict[tuple[str, str], tuple[str, ...]]:
     """Scopes of each instruction, outermost first, by the name of its module and its own."""
-    found = {}
+    paths = {}
     for program in programs:
         text = program.as_text()
         module = text.split(maxsplit=2)[1].rstrip(",")
-        for name, scopes in _INSTRUCTION.findall(text):
+        for name, op_name in _INSTRUCTION.findall(text):
             # A scope may stand inside of a transformation: transpose(jvp(train)).
-            words = [
-                re.findall(r"\w+", part)[-1] for part in scopes.split("/") if re.search(r"\w", part)
+            scope_names = [
+                re.findall(r"\w+", component)[-1]
+                for component in op_name.split("/")
+                if re.search(r"\w", component)
             ]
-            parts = [word for word in words if word in PARTS]
-            found[module, name] = tuple(
-                part for place, part in enumerate(parts) if part not in parts[:place]
+            traced = [scope for scope in scope_names if scope in TRACED_SCOPES]
+            paths[module, name] = tuple(
+                scope for index, scope in enumerate(traced) if scope not in traced[:index]
             )
-    return found
+    return paths
 
 
 class _Operation(NamedTuple):
-    start: float
+    start_us: float
     """Microseconds."""
-    end: float
+    end_us: float
     name: str
     path: tuple[str, ...]
 
 
-def trace_events(
+def build_trace_events(
     profile: Any, paths: dict[tuple[str, str], tuple[str, ...]]
 ) -> list[dict[str, Any]]:
     """What Perfetto reads: operations by thread or stream, and the parts they belong to on a track
     of their own."""
     events: list[dict[str, Any]] = []
-    for process, plane in enumerate(profile.planes, 1):
-        for thread, line in enumerate(plane.lines):
+    for process_id, plane in enumerate(profile.planes, 1):
+        for thread_id, line in enumerate(plane.lines):
             operations = []
             for event in line.events:
                 stats = dict(event.stats)
-                start, end = event.start_ns / 1e3, event.end_ns / 1e3
+                start_us, end_us = event.start_ns / 1e3, event.end_ns / 1e3
                 if "hlo_op" in stats:
                     path = paths.get((str(stats.get("hlo_module")), str(stats["hlo_op"])), ())
-                    operations.append(_Operation(start, end, event.name, path))
+                    operations.append(_Operation(start_us, end_us, event.name, path))
                 elif event.name == "call":
                     events += [
-                        _slice(f"call {stats.get('step_num')}", start, end, process, 2 * thread)
+                        _make_slice(
+                            f"call {stats.get('step_num')}",
+                            start_us,
+                            end_us,
+                            process_id,
+                            2 * thread_id,
+                        )
                     ]
             if operations:
                 operations.sort()
                 names = {
-                    2 * thread: f"{line.name}: parts",
-                    2 * thread + 1: f"{line.name}: operations",
+                    2 * thread_id: f"{line.name}: parts",
+                    2 * thread_id + 1: f"{line.name}: operations",
                 }
                 events += [
-                    _named("thread_name", name, process, number) for number, name in names.items()
+                    _make_name_event("thread_name", name, process_id, track_id)
+                    for track_id, name in names.items()
                 ]
                 events += [
-                    _slice(each.name, each.start, each.end, process, 2 * thread + 1, each.path)
-                    for each in operations
+                    _make_slice(
+                        operation.name,
+                        operation.start_us,
+                        operation.end_us,
+                        process_id,
+                        2 * thread_id + 1,
+                        operation.path,
+                    )
+                    for operation in operations
                 ]
-                events += _parts(operations, process, 2 * thread)
-        if any(event["pid"] == process for event in events):
-            events.append(_named("process_name", plane.name, process, 0))
+                events += _make_scope_slices(operations, process_id, 2 * thread_id)
+        if any(event["pid"] == process_id for event in events):
+            events.append(_make_name_event("process_name", plane.name, process_id, 0))
     return events
 
 
-def _parts(operations: list[_Operation], process: int, thread: int) -> list[dict[str, Any]]:
+def _make_scope_slices(
+    operations: list[_Operation], process_id: int, thread_id: int
+) -> list[dict[str, Any]]:
     """Slices from the first to the last of consecutive operations in the same scope."""
     events: list[dict[str, Any]] = []
-    opened: list[tuple[str, float]] = []
-    last = 0.0
+    open_scopes: list[tuple[str, float]] = []
+    last_end_us = 0.0
 
-    def close(depth: int) -> None:
-        while len(opened) > depth:
-            name, start = opened.pop()
-            events.append(_slice(name, start, last, process, thread))
+    def close_scopes(depth: int) -> None:
+        while len(open_scopes) > depth:
+            name, start_us = open_scopes.pop()
+            events.append(_make_slice(name, start_us, last_end_us, process_id, thread_id))
 
     for operation in operations:
-        if operation.name.startswith(CONTAINERS) or not operation.path:
+        if operation.name.startswith(CONTAINER_OPCODES) or not operation.path:
             continue
-        same = 0
+        shared_depth = 0
         while (
-            same < min(len(opened), len(operation.path)) and opened[same][0] == operation.path[same]
+            shared_depth < min(len(open_scopes), len(operation.path))
+            and open_scopes[shared_depth][0] == operation.path[shared_depth]
         ):
-            same += 1
-        close(same)
-        opened += [(name, operation.start) for name in operation.path[same:]]
-        last = operation.end
-    close(0)
+            shared_depth += 1
+        close_scopes(shared_depth)
+        open_scopes += [(name, operation.start_us) for name in operation.path[shared_depth:]]
+        last_end_us = operation.end_us
+    close_scopes(0)
     return events
 
 
-def _slice(
-    name: str, start: float, end: float, process: int, thread: int, path: tuple[str, ...] = ()
+def _make_slice(
+    name: str,
+    start_us: float,
+    end_us: float,
+    process_id: int,
+    thread_id: int,
+    path: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     event = {
         "name": name,
         "ph": "X",
-        "ts": start,
-        "dur": max(end - start, 0.0),
-        "pid": process,
-        "tid": thread,
+        "ts": start_us,
+        "dur": max(end_us - start_us, 0.0),
+        "pid": process_id,
+        "tid": thread_id,
     }
     return event | ({"cat": path[-1], "args": {"part": " / ".join(path)}} if path else {})
 
 
-def _named(kind: str, name: str, process: int, thread: int) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _make_name_event(kind: str, name: str, process_id: int, thread_id: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process_id, "tid": thread_id, "args": {"name": name}}

@@ -13,7 +13,7 @@ NAMESAKE = "jaxspec"
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def version() -> str:
+def package_version() -> str:
     """The version of the installed distribution; in a checkout that is not installed, what its
     pyproject.toml says."""
     try:

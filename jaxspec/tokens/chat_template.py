@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import Keys, listed, named, shown
+from jaxspec.inputs.json_keys import JsonObject, format_name, format_value, join_names
 
-SECONDS = 2
+CPU_SECONDS = 2
 """Processor time for compiling a template, and for filling it once; a usual one takes a
 thousandth."""
 _SCRIPT = Path(__file__).with_name("template_process.py")
@@ -36,45 +36,45 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         with self._lock:
-            self._start()
+            self._start_process()
 
-    def on_day(self, today: str) -> ChatTemplate:
+    def with_date(self, date: str) -> ChatTemplate:
         """The same template with another day."""
-        return ChatTemplate(self._text, self._source, today)
+        return ChatTemplate(self._text, self._source, date)
 
-    def fill(self, what: str, **names: Any) -> str:
-        """The template filled with `names`, which are values of JSON and are called `what` in
-        messages.
+    def render(self, subject: str, **variables: Any) -> str:
+        """The template filled with `variables`, which are values of JSON and are called `subject`
+        in messages.
 
         Raises:
           ConfigError: the template refuses them, or takes more time or memory than a template
             should.
         """
-        return self.fill_each(what, [names])[0]
+        return self.render_batch(subject, [variables])[0]
 
-    def fill_each(self, what: str, names: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The template filled with each of some names; raises as `fill` does, for any of them."""
+    def render_batch(self, subject: str, variables: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The template filled with each of some `variables`; raises as `render` does, for any."""
         with self._lock:
             if self._process is None:
-                self._start()
-            return self._ask(list(names), f"refuses {what}")
+                self._start_process()
+            return self._send_request(list(variables), f"refuses {subject}")
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         """Starts the process, and has it compile the template."""
-        command = [sys.executable, "-P", str(_SCRIPT), str(SECONDS), self.today]
-        pipe, away = subprocess.PIPE, subprocess.DEVNULL
+        command = [sys.executable, "-P", str(_SCRIPT), str(CPU_SECONDS), self.today]
+        pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
         # A session of its own: a Ctrl-C at the terminal is for who asks.
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=away, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=devnull, start_new_session=True
         )
-        weakref.finalize(self, _end, self._process)
-        self._ask(self._text, "is not valid")
+        weakref.finalize(self, _wait_for_exit, self._process)
+        self._send_request(self._text, "is not valid")
 
-    def _ask(self, question: Any, trouble: str) -> list[str]:
+    def _send_request(self, request: Any, failure: str) -> list[str]:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: PT018
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -84,50 +84,59 @@ class ChatTemplate:
                 f"{self._source}: the chat template cannot be given what is nested so deeply;"
                 " flatten it"
             ) from error
-        whole = line.endswith(b"\n")
-        answer: dict[str, Any] = json.loads(line) if whole else {"error": self._ended(process)}
-        if "error" in answer:
+        is_complete = line.endswith(b"\n")
+        reply: dict[str, Any] = (
+            json.loads(line) if is_complete else {"error": self._describe_exit(process)}
+        )
+        if "error" in reply:
             raise ConfigError(
-                f"{self._source}: the chat template {trouble}: {named(answer['error'])}; correct"
-                " chat_template"
+                f"{self._source}: the chat template {failure}: {format_name(reply['error'])};"
+                " correct chat_template"
             )
-        return answer["texts"]
+        return reply["texts"]
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> str:
+    def _describe_exit(self, process: subprocess.Popen[bytes]) -> str:
         """Why the process is gone; the next question starts another."""
         self._process = None
-        _end(process)
+        _wait_for_exit(process)
         if process.returncode == -signal.SIGXCPU:
-            return f"it takes more than {SECONDS} seconds of processor time"
+            return f"it takes more than {CPU_SECONDS} seconds of processor time"
         return f"its process ended with status {process.returncode}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
     """Waits for a process whose input has ended, so that nothing is left of it."""
     with process:
         pass
 
 
-def template_of(settings: Mapping[str, Any], source: str) -> str:
+def template_from_settings(settings: Mapping[str, Any], source: str) -> str:
     """Return the chat template in the content of tokenizer_config.json; empty if there is none."""
-    found, where = settings.get("chat_template"), f"{source}/tokenizer_config.json"
-    if isinstance(found, list):  # several named templates
+    template, config_file = settings.get("chat_template"), f"{source}/tokenizer_config.json"
+    if isinstance(template, list):  # several named templates
         entries = [
-            Keys(entry, f"{where}, chat_template") for entry in found if isinstance(entry, Mapping)
+            JsonObject(entry, f"{config_file}, chat_template")
+            for entry in template
+            if isinstance(entry, Mapping)
         ]
-        by_name = {entry.text("name"): entry.text("template") for entry in entries}
-        told = f"chat_template names {listed(by_name) or 'no template'}, and none 'default'"
-        require(
-            len(entries) == len(found) and "default" in by_name,
-            f"{where}: {told}; call the one to use 'default'",
+        templates_by_name = {
+            entry.get_string("name"): entry.get_string("template") for entry in entries
+        }
+        reason = (
+            f"chat_template names {join_names(templates_by_name) or 'no template'}, and none"
+            " 'default'"
         )
-        found = by_name["default"]
+        require(
+            len(entries) == len(template) and "default" in templates_by_name,
+            f"{config_file}: {reason}; call the one to use 'default'",
+        )
+        template = templates_by_name["default"]
     require(
-        isinstance(found, str | None),
-        f"{where}: chat_template is {shown(found)}; it must be a string, or a list of objects with"
-        " 'name' and 'template'",
+        isinstance(template, str | None),
+        f"{config_file}: chat_template is {format_value(template)}; it must be a string, or a list"
+        " of objects with 'name' and 'template'",
     )
-    return found or ""
+    return template or ""
 
 
 def read_template(file: Path) -> str:

@@ -16,18 +16,18 @@ import tokenizers
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxspec.inputs.checked import require
-from jaxspec.inputs.json_keys import shown
+from jaxspec.inputs.json_keys import format_value
 
-MOST_STATES = 128
+MAX_STATES = 128
 """States whose numbers, or the complements of these, are in an int8."""
-_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(0x100) if byte not in _SHOWN]
-_BYTES = {chr(byte): byte for byte in _SHOWN} | {
-    chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNPRINTABLE = [byte for byte in range(0x100) if byte not in _PRINTABLE]
+_BYTE_BY_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + offset): byte for offset, byte in enumerate(_UNPRINTABLE)
 }
 """What byte-level tokens write their bytes as, since GPT-2: those that show nothing, from 256
 on."""
-_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of one byte, in a vocabulary of characters."""
 
 
@@ -39,9 +39,9 @@ class StopTable:
     A state says how much of which string a text ends with; 0 is that of an empty one.
     """
 
-    kinds: Shaped[np.ndarray, " V"]
+    token_classes: Shaped[np.ndarray, " V"]
     """The line of each token."""
-    after: Int[np.ndarray, "N S"]
+    transitions: Int[np.ndarray, "N S"]
     """The state after such a token, from each state; its complement (`~`) where a string ends
     inside the token."""
 
@@ -50,16 +50,18 @@ class StopTable:
     ) -> tuple[Bool[Array, "B T"], Int[Array, "B T1"]]:
         """Returns whether a string ends inside each of the tokens, and the states before them and
         after each."""
-        kinds, after = jnp.asarray(self.kinds), jnp.asarray(self.after)
-        ends, passed = [], [states]
-        for kind in jnp.moveaxis(kinds[tokens], 1, 0):
-            found = after[kind, passed[-1]].astype(jnp.int32)
-            ends.append(found < 0)
-            passed.append(jnp.where(found < 0, ~found, found))
-        return jnp.stack(ends, axis=1), jnp.stack(passed, axis=1)
+        token_classes, transitions = jnp.asarray(self.token_classes), jnp.asarray(self.transitions)
+        matches, history = [], [states]
+        for token_class in jnp.moveaxis(token_classes[tokens], 1, 0):
+            next_state = transitions[token_class, history[-1]].astype(jnp.int32)
+            matches.append(next_state < 0)
+            history.append(jnp.where(next_state < 0, ~next_state, next_state))
+        return jnp.stack(matches, axis=1), jnp.stack(history, axis=1)
 
 
-def stop_table(strings: Sequence[str], tokens: Sequence[bytes], source: str) -> StopTable | None:
+def build_stop_table(
+    strings: Sequence[str], pieces: Sequence[bytes], source: str
+) -> StopTable | None:
     """Returns the table of some strings for tokens of which these are the bytes; None where there
     are no strings. `source` names the tokenizer in messages.
 
@@ -68,87 +70,108 @@ def stop_table(strings: Sequence[str], tokens: Sequence[bytes], source: str) -> 
     """
     if not strings:
         return None
-    texts, there = [text.encode() for text in strings], {*b"".join(tokens)}
-    for string, text in zip(strings, texts, strict=True):
+    encoded_strings, known_bytes = [string.encode() for string in strings], {*b"".join(pieces)}
+    for string, encoded in zip(strings, encoded_strings, strict=True):
         require(
-            there.issuperset(text),
-            f"rollout.stop has {shown(string)}, which no tokens of the tokenizer {source} can"
-            " write; leave it out",
+            known_bytes.issuperset(encoded),
+            f"rollout.stop has {format_value(string)}, which no tokens of the tokenizer {source}"
+            " can write; leave it out",
         )
-    count = len({text[:end] for text in texts for end in range(len(text) + 1)})
-    require(
-        count <= MOST_STATES,
-        f"rollout.stop has {len(strings)} strings with {count - 1} beginnings in bytes, and at most"
-        f" {MOST_STATES - 1} are followed; give fewer, or only the first characters of each",
+    state_count = len(
+        {encoded[:length] for encoded in encoded_strings for length in range(len(encoded) + 1)}
     )
-    step, whole = _automaton(texts)
-    sizes = np.array([len(token) for token in tokens])
-    content, starts = np.frombuffer(b"".join(tokens), np.uint8), np.cumsum(sizes) - sizes
+    require(
+        state_count <= MAX_STATES,
+        f"rollout.stop has {len(strings)} strings with {state_count - 1} beginnings in bytes, and"
+        f" at most {MAX_STATES - 1} are followed; give fewer, or only the first characters of each",
+    )
+    next_states, is_final = _build_automaton(encoded_strings)
+    sizes = np.array([len(piece) for piece in pieces])
+    joined_bytes, offsets = np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(sizes) - sizes
     longest_first = np.argsort(-sizes, kind="stable")
-    states = np.tile(np.arange(count, dtype=np.int8), (len(tokens), 1))
-    ended = np.zeros(states.shape, bool)
-    for place in range(sizes.max()):
-        longer = longest_first[: np.count_nonzero(sizes > place)]
-        read = content[starts[longer] + place]
-        states[longer] = step[states[longer], read[:, None]]
-        ended[longer] |= whole[states[longer]]
-    lines: dict[bytes, int] = {}
-    kinds = [
-        lines.setdefault(line.tobytes(), len(lines)) for line in np.where(ended, ~states, states)
+    states = np.tile(np.arange(state_count, dtype=np.int8), (len(pieces), 1))
+    has_match = np.zeros(states.shape, bool)
+    for position in range(sizes.max()):
+        longer_pieces = longest_first[: np.count_nonzero(sizes > position)]
+        current_bytes = joined_bytes[offsets[longer_pieces] + position]
+        states[longer_pieces] = next_states[states[longer_pieces], current_bytes[:, None]]
+        has_match[longer_pieces] |= is_final[states[longer_pieces]]
+    class_by_row: dict[bytes, int] = {}
+    token_classes = [
+        class_by_row.setdefault(row.tobytes(), len(class_by_row))
+        for row in np.where(has_match, ~states, states)
     ]
     return StopTable(
-        kinds=np.array(kinds, np.min_scalar_type(len(lines) - 1)),
-        after=np.frombuffer(b"".join(lines), np.int8).reshape(-1, count),
+        token_classes=np.array(token_classes, np.min_scalar_type(len(class_by_row) - 1)),
+        transitions=np.frombuffer(b"".join(class_by_row), np.int8).reshape(-1, state_count),
     )
 
 
-def _automaton(
+def _build_automaton(
     texts: Sequence[bytes],
 ) -> tuple[Int[np.ndarray, "S 256"], Bool[np.ndarray, " S"]]:
     """The state after each byte from each state, and whether a text has just ended in a state (Aho
     and Corasick, 1975): the longest beginning of one of the texts that what was read ends with."""
-    found = {text[:end] for text in texts for end in range(len(text) + 1)}
-    beginnings = sorted(found, key=lambda beginning: (len(beginning), beginning))
-    number = {beginning: place for place, beginning in enumerate(beginnings)}
-    step = np.zeros((len(beginnings), 256), np.int8)
-    for beginning, byte in product(beginnings, {*b"".join(texts)}):
-        read = beginning + bytes([byte])
-        ends = (read[start:] for start in range(len(read) + 1))
-        step[number[beginning], byte] = next(number[end] for end in ends if end in number)
-    return step, np.array([beginning.endswith(tuple(texts)) for beginning in beginnings])
+    prefix_set = {text[:length] for text in texts for length in range(len(text) + 1)}
+    prefixes = sorted(prefix_set, key=lambda prefix: (len(prefix), prefix))
+    state_ids = {prefix: state for state, prefix in enumerate(prefixes)}
+    next_states = np.zeros((len(prefixes), 256), np.int8)
+    for prefix, byte in product(prefixes, {*b"".join(texts)}):
+        extended = prefix + bytes([byte])
+        suffixes = (extended[offset:] for offset in range(len(extended) + 1))
+        next_states[state_ids[prefix], byte] = next(
+            state_ids[suffix] for suffix in suffixes if suffix in state_ids
+        )
+    return next_states, np.array([prefix.endswith(tuple(texts)) for prefix in prefixes])
 
 
-def token_bytes(backend: tokenizers.Tokenizer, size: int, left_out: set[int]) -> list[bytes]:
-    """Returns what each id below `size` adds to a text that it continues; nothing for what is
-    `left_out`, and for ids without a token.
+def decode_pieces(
+    backend: tokenizers.Tokenizer, vocab_size: int, excluded_ids: set[int]
+) -> list[bytes]:
+    """Returns what each id below `vocab_size` adds to a text that it continues; nothing for
+    `excluded_ids`, and for ids without a token.
 
     A token of a byte-level vocabulary, or one that stands for a byte, may be part of a character.
     """
     decoder: Any = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-    steps = {each.get("type") for each in (decoder, *decoder.get("decoders", ()))}
-    named = {place: backend.id_to_token(place) for place in range(size) if place not in left_out}
-    texts = {place: token for place, token in named.items() if token is not None}
-    if "ByteLevel" in steps:
-        found = {place: _of_characters(token) for place, token in texts.items()}
+    step_types = {step.get("type") for step in (decoder, *decoder.get("decoders", ()))}
+    tokens_by_id = {
+        token_id: backend.id_to_token(token_id)
+        for token_id in range(vocab_size)
+        if token_id not in excluded_ids
+    }
+    known_tokens = {
+        token_id: token for token_id, token in tokens_by_id.items() if token is not None
+    }
+    if "ByteLevel" in step_types:
+        pieces = {token_id: _characters_to_bytes(token) for token_id, token in known_tokens.items()}
     else:
         # a decoder may treat the first token of a text in a way of its own
-        once, twice = (
-            backend.decode_batch([[place] * times for place in texts], skip_special_tokens=False)
-            for times in (1, 2)
+        single_texts, double_texts = (
+            backend.decode_batch(
+                [[token_id] * repeats for token_id in known_tokens], skip_special_tokens=False
+            )
+            for repeats in (1, 2)
         )
-        found = {
-            place: both[len(one) :].encode()
-            for place, one, both in zip(texts, once, twice, strict=True)
+        pieces = {
+            token_id: double[len(single) :].encode()
+            for token_id, single, double in zip(
+                known_tokens, single_texts, double_texts, strict=True
+            )
         }
-    if "ByteFallback" in steps:
-        bare = {place: _FALLBACK.fullmatch(token) for place, token in texts.items()}
-        found |= {place: bytes.fromhex(match[1]) for place, match in bare.items() if match}
-    return [found.get(place, b"") for place in range(size)]
+    if "ByteFallback" in step_types:
+        byte_matches = {
+            token_id: _BYTE_TOKEN.fullmatch(token) for token_id, token in known_tokens.items()
+        }
+        pieces |= {
+            token_id: bytes.fromhex(match[1]) for token_id, match in byte_matches.items() if match
+        }
+    return [pieces.get(token_id, b"") for token_id in range(vocab_size)]
 
 
-def _of_characters(token: str) -> bytes:
+def _characters_to_bytes(token: str) -> bytes:
     """The bytes of a byte-level token; one with other characters, which was added to the
     vocabulary, stands for itself."""
-    if all(character in _BYTES for character in token):
-        return bytes(_BYTES[character] for character in token)
+    if all(character in _BYTE_BY_CHARACTER for character in token):
+        return bytes(_BYTE_BY_CHARACTER[character] for character in token)
     return token.encode()

@@ -22,10 +22,10 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY = 2**30
-LONGEST = 10_000_000
+MEMORY_LIMIT = 2**30
+MAX_CHARACTERS = 10_000_000
 """Characters of a filled template."""
-_SHOWN = 300
+_MAX_ERROR_CHARACTERS = 300
 _ERRORS = (
     *(
         ArithmeticError,
@@ -48,44 +48,51 @@ def main() -> None:
     arguments are the seconds that each may take, and the day (2026-11-27; empty: the current
     one)."""
     seconds, today = int(sys.argv[1]), sys.argv[2]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # who asks may still have work to finish; the end of the input is the end
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal_number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # not every system limits the address space
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     template = None
     for line in sys.stdin.buffer:
-        _allow(seconds)
+        _limit_cpu_time(seconds)
         try:
             if template is None:
-                template, answer = _compiled(json.loads(line), today), {"texts": []}
+                template, reply = _compile_template(json.loads(line), today), {"texts": []}
             else:
-                answer = {"texts": [_filled(template, each, seconds) for each in json.loads(line)]}
+                reply = {
+                    "texts": [
+                        _render_template(template, variables, seconds)
+                        for variables in json.loads(line)
+                    ]
+                }
         except (TemplateError, *_ERRORS) as error:
             reason = (
-                f"it needs more than {MEMORY:,} bytes"
+                f"it needs more than {MEMORY_LIMIT:,} bytes"
                 if isinstance(error, MemoryError)
                 else str(error) or type(error).__name__
             )
-            answer = {"error": " ".join(reason.split())[:_SHOWN]}
-        sys.stdout.write(json.dumps(answer) + "\n")
+            reply = {"error": " ".join(reason.split())[:_MAX_ERROR_CHARACTERS]}
+        sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 
 
-def _allow(seconds: int) -> None:
+def _limit_cpu_time(seconds: int) -> None:
     """From here on, so many seconds of processor time, or one more, until the system ends this
     process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    spent = int(used.ru_utime + used.ru_stime) + 1
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_seconds = int(usage.ru_utime + usage.ru_stime) + 1
     resource.setrlimit(
-        resource.RLIMIT_CPU, (spent + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])
+        resource.RLIMIT_CPU, (used_seconds + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])
     )
 
 
-def _compiled(source: str, today: str) -> Template:
+def _compile_template(source: str, today: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
     clock = partial(_strftime_now, today)
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": clock}
@@ -93,11 +100,11 @@ def _compiled(source: str, today: str) -> Template:
     return environment.from_string(source)
 
 
-def _filled(template: Template, names: dict[str, Any], seconds: int) -> str:
-    _allow(seconds)
-    text = template.render(**names)
-    if len(text) > LONGEST:
-        raise ValueError(f"it makes {len(text):,} characters, more than {LONGEST:,}")
+def _render_template(template: Template, variables: dict[str, Any], seconds: int) -> str:
+    _limit_cpu_time(seconds)
+    text = template.render(**variables)
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it makes {len(text):,} characters, more than {MAX_CHARACTERS:,}")
     return text
 
 
@@ -123,7 +130,7 @@ def _to_json(
     )
 
 
-class _Generation(Extension):
+class _GenerationBlock(Extension):
     """`{% generation %}...{% endgeneration %}`, which marks for transformers what the assistant
     wrote, changes no text."""
 
@@ -132,9 +139,9 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_whole"), [], [], body).set_lineno(line)
+        return CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
 
-    def _whole(self, caller: Callable[[], str]) -> str:
+    def _render_body(self, caller: Callable[[], str]) -> str:
         return caller()
 
 

@@ -6,76 +6,79 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.json_keys import shown
+from jaxspec.inputs.json_keys import format_value
 
 PROBE = "jaxspec7probe"
 """A message that occurs in no chat template."""
 
 
-class Turn(NamedTuple):
+class TurnFormat(NamedTuple):
     """How a chat template writes one turn of the assistant: header, what is put in its mouth, its
     own text, closing."""
 
     header: str
-    begun: str
+    prefix: str
     """What the generation prompt has beyond the header (Qwen3 without thinking: an empty think
     block); not every turn of a chat has it."""
     closing: str
     """End of the turn, with what closes its line."""
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def find_spans(self, text: str) -> list[tuple[int, int]]:
         """Where in a rendered chat the assistant's own text stands, with its closing."""
-        header, begun, closing = self
+        header, prefix, closing = self
         spans: list[tuple[int, int]] = []
-        place = text.find(header)
-        while place >= 0:
-            start = place + len(header)
-            start += len(begun) if text.startswith(begun, start) else 0
-            end = text.find(closing, start)
-            if end < 0:
+        position = text.find(header)
+        while position >= 0:
+            span_start = position + len(header)
+            span_start += len(prefix) if text.startswith(prefix, span_start) else 0
+            span_stop = text.find(closing, span_start)
+            if span_stop < 0:
                 break
-            spans.append((start, end + len(closing)))
-            place = text.find(header, spans[-1][1])
+            spans.append((span_start, span_stop + len(closing)))
+            position = text.find(header, spans[-1][1])
         return spans
 
 
-def turn_of(fill: Callable[..., str], source: str) -> Turn:
-    """What the template that `fill` renders writes around an answer.
+def infer_turn_format(render: Callable[..., str], source: str) -> TurnFormat:
+    """What the template that `render` fills writes around an answer.
 
     Raises:
       ConfigError: it does not show that; `source` names the template.
     """
     user, assistant = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
 
-    def filled(*chat: dict[str, str], ask: bool = False) -> str:
-        return fill(list(chat), "a chat", add_generation_prompt=ask)
+    def render_messages(*messages: dict[str, str], add_prompt: bool = False) -> str:
+        return render(list(messages), "a chat", add_generation_prompt=add_prompt)
 
-    asked, bare = filled(user, ask=True), filled(user)
-    answered, went_on = filled(user, assistant), filled(user, assistant, user)
-    prompt = asked.removeprefix(bare)
-    opening, _, rest = went_on.removeprefix(bare).partition(PROBE)
-    header, closing = min(prompt, opening, key=len), answered.rpartition(PROBE)[2]
-    begins_alike = asked.startswith(bare) and went_on.startswith(bare)
-    same_header = prompt.startswith(header) and opening.startswith(header)
-    found = header.strip() and closing and rest.startswith(closing)
-    if not (begins_alike and same_header and found):
+    prompted_text, user_text = render_messages(user, add_prompt=True), render_messages(user)
+    answer_text, dialog_text = (
+        render_messages(user, assistant),
+        render_messages(user, assistant, user),
+    )
+    generation_prompt = prompted_text.removeprefix(user_text)
+    opening, _, remainder = dialog_text.removeprefix(user_text).partition(PROBE)
+    header, closing = min(generation_prompt, opening, key=len), answer_text.rpartition(PROBE)[2]
+    has_same_start = prompted_text.startswith(user_text) and dialog_text.startswith(user_text)
+    has_same_header = generation_prompt.startswith(header) and opening.startswith(header)
+    has_closing = header.strip() and closing and remainder.startswith(closing)
+    if not (has_same_start and has_same_header and has_closing):
         raise ConfigError(
-            f"{source}: the chat template does not show what the assistant writes: a"
-            f" generation prompt adds {shown(prompt)}, an answer follows {shown(opening)} and"
-            f" ends with {shown(closing)}; correct chat_template, or give text instead of"
-            " messages"
+            f"{source}: the chat template does not show what the assistant writes: a generation"
+            f" prompt adds {format_value(generation_prompt)}, an answer follows"
+            f" {format_value(opening)} and ends with {format_value(closing)}; correct"
+            " chat_template, or give text instead of messages"
         )
-    return Turn(header, prompt.removeprefix(header), closing)
+    return TurnFormat(header, generation_prompt.removeprefix(header), closing)
 
 
-def require_rendered(render: Callable[[str], str], file: Path) -> None:
+def require_problem_in_prompt(render: Callable[[str], str], file: Path) -> None:
     """Refuses the chat template of a file if the prompts of two problems are the same."""
     try:
-        one, other = (render(f"{PROBE}{number}") for number in "12")
+        first_prompt, second_prompt = (render(f"{PROBE}{number}") for number in "12")
     except ConfigError:  # a template that refuses them may still take a whole chat
         return
     require(
-        one != other,
-        f"{file}: the chat template writes {shown(one)} for any problem; correct it so that it"
-        " writes the user's message",
+        first_prompt != second_prompt,
+        f"{file}: the chat template writes {format_value(first_prompt)} for any problem; correct it"
+        " so that it writes the user's message",
     )

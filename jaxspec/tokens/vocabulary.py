@@ -5,38 +5,42 @@ from pathlib import Path
 import tokenizers
 
 from jaxspec.inputs.checked import ConfigError, first_line, require
-from jaxspec.inputs.json_keys import listed
+from jaxspec.inputs.json_keys import join_names
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
-def check_same_tokens(policy: Path, draft: Path) -> None:
+def check_same_tokens(policy_folder: Path, draft_folder: Path) -> None:
     """Raises ConfigError if an id stands for another word in a draft's tokenizer than in its
     policy's.
 
     Special tokens may differ, and either may have more tokens: texts are the policy's.
     """
-    ours, special = _read(policy)
-    theirs, theirs_special = _read(draft)
-    differing = [
-        f"{number} ({ours[number]!r}, {theirs[number]!r})"
-        for number in sorted(ours.keys() & theirs.keys() - special - theirs_special)
-        if ours[number] != theirs[number]
+    policy_tokens, policy_added_ids = _read_vocabulary(policy_folder)
+    draft_tokens, draft_added_ids = _read_vocabulary(draft_folder)
+    differences = [
+        f"{token_id} ({policy_tokens[token_id]!r}, {draft_tokens[token_id]!r})"
+        for token_id in sorted(
+            policy_tokens.keys() & draft_tokens.keys() - policy_added_ids - draft_added_ids
+        )
+        if policy_tokens[token_id] != draft_tokens[token_id]
     ]
     require(
-        not differing,
-        f"{draft / TOKENIZER} has other tokens than the policy's {policy / TOKENIZER}, for"
-        f" {len(differing)} ids: {listed(differing)}; choose a draft that shares the policy's"
-        " tokenizer",
+        not differences,
+        f"{draft_folder / TOKENIZER_FILE} has other tokens than the policy's"
+        f" {policy_folder / TOKENIZER_FILE}, for {len(differences)} ids: {join_names(differences)};"
+        " choose a draft that shares the policy's tokenizer",
     )
 
 
-def _read(folder: Path) -> tuple[dict[int, str], set[int]]:
+def _read_vocabulary(folder: Path) -> tuple[dict[int, str], set[int]]:
     """Tokens by their ids, and the ids of those that were added to the vocabulary."""
-    file = folder / TOKENIZER
+    file = folder / TOKENIZER_FILE
     try:
-        read = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no class of its own
         raise ConfigError(f"{file}: {first_line(error)}; download the file again") from error
-    words = {number: token for token, number in read.get_vocab(with_added_tokens=True).items()}
-    return words, {*read.get_added_tokens_decoder()}
+    tokens_by_id = {
+        token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()
+    }
+    return tokens_by_id, {*tokenizer.get_added_tokens_decoder()}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.hf.eagle3_config import draft_config_json
+from jaxspec.hf.eagle3_config import head_config_json
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.bad_inputs.programs import (
     ALONE,
@@ -203,7 +203,7 @@ def test_a_drafts_folder_is_judged_before_anything_is_compiled(
     head.mkdir()
     made = tiny_network(eagle3, MODEL, 2)
     save_file(draft_tensors(made, "raw"), head / "model.safetensors")
-    content = draft_config_json(made.config, made.form, MODEL, "raw", 0)
+    content = head_config_json(made.config, made.form, MODEL, "raw", 0)
     (head / "config.json").write_text(json.dumps(content))
     spoil(head)
     words = [str(head), *words]

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.bench import roofline
 from jaxspec.bench.__main__ import main as bench_main
-from jaxspec.config.unused import OF_DRAFT, OF_POLICY
+from jaxspec.config.unused import DRAFT_SETTINGS, POLICY_SETTINGS
 from jaxspec.host.job import run
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.bad_inputs.programs import MODEL, QUICK, assert_one_line, ended, trained
@@ -213,21 +213,21 @@ def test_benchmarks_of_a_folder(
 
 
 PREPARATIONS = [
-    ("--steps 10", "--offline.steps", OF_DRAFT),
-    ("--steps 80", "--steps", OF_DRAFT),
+    ("--steps 10", "--offline.steps", DRAFT_SETTINGS),
+    ("--steps 80", "--steps", DRAFT_SETTINGS),
     *(
-        (f"--{words}", f"--{words.split()[0]}", OF_DRAFT)
+        (f"--{words}", f"--{words.split()[0]}", DRAFT_SETTINGS)
         for words in ("workdir a", "profile 1:2", "staged", "save_every 3")
     ),
     *(
-        (f"--{words}", f"--{words.split()[0]}", OF_DRAFT)
+        (f"--{words}", f"--{words.split()[0]}", DRAFT_SETTINGS)
         for words in ("batch.group_size 4", "rollout.verify token", "lora.rank 4")
     ),
-    ("--draft_training.no_online", "--draft_training.online", OF_DRAFT),
-    ("--draft_training.learning_rate 1e-3", "--offline.learning_rate", OF_DRAFT),
-    ("--rollout.draft.kind mtp", "--rollout.draft.kind", OF_POLICY),
-    ("--offline.steps 3", "--sft.steps", OF_POLICY),
-    ("--steps 3", "--sft.steps", OF_POLICY),
+    ("--draft_training.no_online", "--draft_training.online", DRAFT_SETTINGS),
+    ("--draft_training.learning_rate 1e-3", "--offline.learning_rate", DRAFT_SETTINGS),
+    ("--rollout.draft.kind mtp", "--rollout.draft.kind", POLICY_SETTINGS),
+    ("--offline.steps 3", "--sft.steps", POLICY_SETTINGS),
+    ("--steps 3", "--sft.steps", POLICY_SETTINGS),
 ]
 
 
@@ -252,8 +252,8 @@ def test_a_damaged_roofline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    file = roofline._file("float32")
+    file = roofline._roofline_file("float32")
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    assert roofline.remembered("float32") is None
+    assert roofline.read_roofline("float32") is None
     assert f"warning: {file} is damaged" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import export, sample
 from jaxspec.config.as_json import to_json
 from jaxspec.config.cli import load_config
-from jaxspec.config.from_checkpoint import resolved
+from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.host import loaded_run
 from jaxspec.host.job import reported
 from jaxspec.host.workdir import prepare_workdir
@@ -29,7 +29,7 @@ def test_a_home_that_nobody_has(
     work: dict[str, Callable[[], Any]] = {
         "--workdir": lambda: prepare_workdir(place),
         "--checkpoint": lambda: loaded_run.find_run(place),
-        "--out": lambda: export.export(run, export.Options(out=place)),
+        "--out": lambda: export.export_run(run, export.ExportOptions(out=place)),
     }
     status, printed = ended(lambda: reported(work[setting]), capsys)
     assert status == 2
@@ -43,7 +43,7 @@ def a_run(folder: Path) -> Path:
     holds nothing."""
     config, _ = load_config(["--config", "rl_think.py", *QUICK], "train", "Trains.")
     (folder / "checkpoints" / "4").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(to_json(resolved(config, print))))
+    (folder / "config.json").write_text(json.dumps(to_json(resolve_config(config, print))))
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     return folder
 

@@ -17,9 +17,9 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.hf.eagle3_config import draft_config_json
+from jaxspec.hf.eagle3_config import head_config_json
 from jaxspec.inputs.spec import HeadSpec, ModelSpec
-from jaxspec.models.eagle3 import Eagle3, llama_head
+from jaxspec.models.eagle3 import Eagle3, llama_head_spec
 from tests.hf_checkpoints import draft_tensors
 
 MODEL = ModelSpec(vocab=24, layers=4, embed=16, heads=2, kv_heads=2, head_size=8, ffn=24)
@@ -40,10 +40,10 @@ CONFIG = ResolvedConfig(
 def head(folder: Path) -> Path:
     """The folder of a head that is narrower than one that is made for the policy, and reads it
     elsewhere."""
-    config = dataclasses.replace(llama_head(MODEL, 8), rope_theta=77.0)
+    config = dataclasses.replace(llama_head_spec(MODEL, 8), rope_theta=77.0)
     network = Eagle3(config, HeadSpec(taps=(1, 3)), MODEL, jax.random.key(0))
     folder.mkdir()
-    content = draft_config_json(network.config, network.form, MODEL, "speculators", 0)
+    content = head_config_json(network.config, network.form, MODEL, "speculators", 0)
     (folder / "config.json").write_text(json.dumps(content))
     save_file(draft_tensors(network, "speculators"), str(folder / "model.safetensors"))
     return folder

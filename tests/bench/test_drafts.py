@@ -14,13 +14,13 @@ from rich.console import Console
 
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
-from jaxspec.bench.variants import VARIANTS, Variant, config_of
+from jaxspec.bench.variants import VARIANTS, DraftVariant, apply_variant
 from jaxspec.config.settings import (
     OfflineConfig,
 )
 from jaxspec.data.problems import load_sets
-from jaxspec.host.batches import Batches
 from jaxspec.host.job import make_job
+from jaxspec.host.prompts import PromptSource
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.state import Prompts
 from jaxspec.system.interrupt import Interrupt
@@ -76,16 +76,18 @@ ROWS = [
 @pytest.mark.slow
 def test_history_gets_other_answers_to_the_same_prompts() -> None:
     jobs = [
-        make_job(config_of(variant, CONFIG), small_mesh(2))
-        for variant in (Variant("none", "none"), Variant("history", "history"))
+        make_job(apply_variant(variant, CONFIG), small_mesh(2))
+        for variant in (DraftVariant("none", "none"), DraftVariant("history", "history"))
     ]
-    batches = [Batches(job, load_sets(CONFIG, job.tokenizer)) for job in jobs]
+    batches = [PromptSource(job, load_sets(CONFIG, job.tokenizer)) for job in jobs]
     with Interrupt() as interrupt:
         policy = bench.load_policy(jobs[0], interrupt)
-        plain = bench.prepare(VARIANTS[0], jobs[0], interrupt, policy, batches[0].train(0))
-    bench._remember([plain], batches, 1)
-    asked: Prompts = batches[1].train(0)
-    answered = plain.generate(batches[0].train(0))
+        plain = bench.prepare_bench(
+            VARIANTS[0], jobs[0], interrupt, policy, batches[0].place_training(0)
+        )
+    bench._fill_history([plain], batches, 1)
+    asked: Prompts = batches[1].place_training(0)
+    answered = plain.generate(batches[0].place_training(0))
     assert (np.asarray(asked.history_lengths) > np.asarray(asked.lengths)[:, None]).all()
     for prompt in range(CONFIG.batch.prompts):
         start = int(asked.lengths[prompt])
@@ -147,7 +149,7 @@ def test_a_head_in_the_config_is_referred_to_the_option() -> None:
     rollout = dataclasses.replace(CONFIG.rollout, draft=draft)
     job = dataclasses.replace(job, config=dataclasses.replace(job.config, rollout=rollout))
     with Interrupt() as interrupt, pytest.raises(ConfigError, match="give --generic head instead"):
-        bench.drafts(job, interrupt, 16)
+        bench.compare_drafts(job, interrupt, 16)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +167,11 @@ def test_an_acceptance_is_prescribed_to_what_draws_drafts(
     changes: dict[str, Any], is_prescribed: bool
 ) -> None:
     settings: dict[str, Any] = {"kind": "eagle3"} | changes
-    variant = Variant("it", **settings)
-    config = dataclasses.replace(config_of(variant, CONFIG), offline=OfflineConfig())
+    variant = DraftVariant("it", **settings)
+    config = dataclasses.replace(apply_variant(variant, CONFIG), offline=OfflineConfig())
     step = make_job(config, small_mesh()).step
-    assert bench._prescribed(step, 0.0) is step
-    made = bench._prescribed(step, 3.3)
+    assert bench._with_acceptance(step, 0.0) is step
+    made = bench._with_acceptance(step, 3.3)
     assert (made.generator.settings.rule is not step.generator.settings.rule) == is_prescribed
 
 
@@ -191,7 +193,7 @@ def test_the_config_is_judged_and_the_problems_are_read_once(
     )
     monkeypatch.setattr(bench, "load_policy", enough)
     with Interrupt() as interrupt, pytest.raises(Enough):
-        bench.drafts(job, interrupt, 16)
+        bench.compare_drafts(job, interrupt, 16)
     assert len(read) == 1
 
 
@@ -222,7 +224,7 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
         for each in VARIANTS
     ]
     file = io.StringIO()
-    Console(file=file, width=width).print(*bench._tables(rows))
+    Console(file=file, width=width).print(*bench._build_tables(rows))
     words = file.getvalue().split()
     titles = (
         "draft sampling verify K acceptance length tokens a pass round cost tokens/s speed-up"
@@ -247,7 +249,9 @@ def test_table_and_json_agree(repository: Path, tmp_path: Path) -> None:
         *(("model", False), ("history", False)),
     ]
     chosen = [
-        place for place, variant in enumerate(VARIANTS) if (variant.name, variant.chosen) in wanted
+        place
+        for place, variant in enumerate(VARIANTS)
+        if (variant.name, variant.chooses_length) in wanted
     ]
     script = f"""
 import sys

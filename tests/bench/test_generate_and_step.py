@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxspec.bench.__main__ import main
-from jaxspec.bench.loaded import Loaded
+from jaxspec.bench.loaded import LoadedCheckpoint
 from jaxspec.bench.workload import GenerateOptions
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import save_policy, tiny_model
@@ -142,12 +142,12 @@ def test_a_draft_vocabulary_larger_than_the_policys_is_refused(
 def test_every_call_asks_digits_of_its_own() -> None:
     """So that a draft which learns in the steps is never asked what it has learnt from."""
     nothing: Any = None
-    loaded = Loaded(
+    loaded = LoadedCheckpoint(
         nothing, nothing, nothing, GenerateOptions(model="folder", prompt=16, seed=3), None, {}
     )
-    first, second = (loaded.texts(4, call) for call in (0, 1))
+    first, second = (loaded.prompt_texts(4, call) for call in (0, 1))
     assert not set(first) & set(second)
-    assert first == loaded.texts(4, 0)
+    assert first == loaded.prompt_texts(4, 0)
     assert [len(text) for text in first] == [16] * 4
 
 

@@ -20,11 +20,11 @@ from jaxspec.bench.gpu import command, device
 from jaxspec.bench.gpu.cells import Cell, Cells
 from jaxspec.bench.gpu.options import DEFAULTS
 from jaxspec.bench.gpu.results import Results
-from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.run import GpuPlan
 from jaxspec.bench.gpu.sections import alone, profile
-from jaxspec.bench.gpu.sections.greedy import difference
+from jaxspec.bench.gpu.sections.greedy import compare_tokens
 from jaxspec.bench.gpu.sections.rounds import headline_cells, variant_cells
-from jaxspec.config.presets import QWEN3_8B, as_published
+from jaxspec.config.presets import QWEN3_8B, spec_without_checkpoint
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import make_mesh
 from tests.runs import ROOT
@@ -129,46 +129,46 @@ def test_a_card_older_than_ampere_is_refused() -> None:
 def test_sections_are_kept_by_what_they_were_measured_with(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     first = Results(file, {"card": "a", "sizes": {"rows": (1, 2)}})
-    first.add(2, {"rows": [1]}, complete=True)
-    first.add(3, {"rows": []}, complete=False)
+    first.add_section(2, {"rows": [1]}, complete=True)
+    first.add_section(3, {"rows": []}, complete=False)
     same = Results(file, {"card": "a", "sizes": {"rows": (1, 2)}})
-    assert same.has(2)
-    assert not same.has(3), "what was cut short is measured again"
-    assert same.get(2)["rows"] == [1]
+    assert same.has_section(2)
+    assert not same.has_section(3), "what was cut short is measured again"
+    assert same.get_section(2)["rows"] == [1]
     other = Results(file, {"card": "b", "sizes": {"rows": (1, 2)}})
-    assert not other.has(2)
-    other.add(2, {"rows": [2]}, complete=True)
-    assert Results(file, {"card": "a", "sizes": {"rows": (1, 2)}}).get(2)["rows"] == [1]
+    assert not other.has_section(2)
+    other.add_section(2, {"rows": [2]}, complete=True)
+    assert Results(file, {"card": "a", "sizes": {"rows": (1, 2)}}).get_section(2)["rows"] == [1]
 
 
 def test_the_tables_have_the_cells_that_were_asked_for() -> None:
     options = DEFAULTS["8b"]
     cells = headline_cells(options)
     assert [cell.rows for cell in cells] == [1, 1, 8, 8, 32, 32, 64, 64, 128, 128]
-    assert {cell.length for cell in cells} == {0, 3}
+    assert {cell.draft_length for cell in cells} == {0, 3}
     variants = variant_cells(options)
-    assert {(cell.rows, cell.length) for cell in variants[:6]} == {
+    assert {(cell.rows, cell.draft_length) for cell in variants[:6]} == {
         (rows, length) for rows in (8, 64) for length in (1, 5, 7)
     }
-    assert [(cell.rows, cell.vocab) for cell in variants if not cell.vocab] == [(64, 0)]
-    assert [cell.rows for cell in variants if cell.graphs] == [1, 64]
+    assert [(cell.rows, cell.draft_vocab) for cell in variants if not cell.draft_vocab] == [(64, 0)]
+    assert [cell.rows for cell in variants if cell.command_buffers] == [1, 64]
     names = [name for cell in (*cells, *variants) for name in (cell.prefill_name, cell.rounds_name)]
     assert len(set(names)) == len(names) - 2, "command buffers share the prefill"
 
 
 def test_8b_has_the_sizes_of_qwen3() -> None:
     wanted = dataclasses.replace(QWEN3_8B, dtype="bfloat16")
-    assert DEFAULTS["8b"].policy == as_published(wanted)
-    assert DEFAULTS["8b"].trained_policy == DEFAULTS["8b"].policy
+    assert DEFAULTS["8b"].policy == spec_without_checkpoint(wanted)
+    assert DEFAULTS["8b"].step_policy == DEFAULTS["8b"].policy
     wide = dataclasses.replace(DEFAULTS["8b"], step_model="1.7b")
-    assert (wide.trained_policy.embed, wide.lora_rank) == (2048, 0)
+    assert (wide.step_policy.embed, wide.lora_rank) == (2048, 0)
 
 
 @pytest.mark.parametrize("vocab", [0, TINY.draft_vocab])
 def test_random_weights_keep_the_variance_of_what_goes_through(vocab: int) -> None:
     """Numbers of each weight have the deviation that a product over its inputs needs."""
     cells = Cells(TINY, make_mesh(1, 1, 1))
-    ready = cells.ready(Cell(2, 3, 32, vocab))
+    ready = cells.rollout_weights(Cell(2, 3, 32, vocab))
     expected = {"qkv": 64, "output": 64, "gate_up": 64, "down": 128, "embedding": 64, "head": 64}
     target = ready.target
     for name in ("embedding", "head"):
@@ -178,7 +178,7 @@ def test_random_weights_keep_the_variance_of_what_goes_through(vocab: int) -> No
         weight = np.asarray(getattr(layer, name)[...])
         assert weight.std() == pytest.approx(expected[name] ** -0.5, rel=0.1), name
     assert (np.asarray(layer.ffn_norm[...]) == 1).all()
-    again = cells.ready(Cell(2, 0, 32, vocab))
+    again = cells.rollout_weights(Cell(2, 0, 32, vocab))
     assert again.target.embedding[...] is target.embedding[...], "the policy is made once"
     assert again.drafter.network is None
 
@@ -205,18 +205,18 @@ def test_kernels_are_added_up_but_for_what_contains_them() -> None:
         ("memcpy", 0, 1, False),
     )
     host = plane("/host:CPU", ("fusion.1", 0, 7_000_000, True))
-    found = profile.by_kernel(SimpleNamespace(planes=[host, gpu]))
+    found = profile.sum_kernels(SimpleNamespace(planes=[host, gpu]))
     assert [(kernel.name, kernel.calls) for kernel in found] == [("fusion", 2), ("copy", 1)]
     assert found[0].seconds == pytest.approx(40e-6)
-    (alone_here,) = profile.by_kernel(SimpleNamespace(planes=[host]))
+    (alone_here,) = profile.sum_kernels(SimpleNamespace(planes=[host]))
     assert alone_here.seconds == pytest.approx(7e-3)
 
 
 def test_a_difference_says_how_many_rows_and_where() -> None:
     ours = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     theirs = np.array([[1, 2, 3], [4, 5, 0], [7, 0, 9]])
-    assert difference(ours, ours)["equal"]
-    assert difference(ours, theirs) == {
+    assert compare_tokens(ours, ours)["equal"]
+    assert compare_tokens(ours, theirs) == {
         "equal": False,
         "equal_rows": 1,
         "rows": 3,
@@ -226,9 +226,9 @@ def test_a_difference_says_how_many_rows_and_where() -> None:
 
 def test_a_crash_in_the_other_process_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = make_mesh(1, 1, 1)
-    plan = Plan(TINY, mesh, Cells(TINY, mesh))
+    plan = GpuPlan(TINY, mesh, Cells(TINY, mesh))
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    found = alone.executed_alone(plan, "drafts", 10.0)
+    found = alone.execute_in_process(plan, "drafts", 10.0)
     assert found["crashed"] == "exit status 1 after 0 of 2 executions"
 
 
@@ -321,7 +321,7 @@ def test_the_sections_are_told_with_their_help(capsys: pytest.CaptureFixture[str
     told = " ".join(capsys.readouterr().out.split())
     for words in ("--prepare FOLDER --hardware h100", "--size tiny", "--budget", "7 kernels of"):
         assert words in told, words
-    assert command.PARTS.keys() == set(range(8))
+    assert command.SECTIONS.keys() == set(range(8))
     assert jax.devices()[0].platform == "cpu"
 
 
@@ -335,8 +335,8 @@ def test_a_section_that_fails_does_not_end_the_run(
         return {"rows": []}
 
     for number, measure in ((2, broken), (3, fine)):
-        section = command.PARTS[number]._replace(recipes=lambda plan: [], measure=measure)
-        monkeypatch.setitem(command.PARTS, number, section)
+        section = command.SECTIONS[number]._replace(recipes=lambda plan: [], measure=measure)
+        monkeypatch.setitem(command.SECTIONS, number, section)
     file = tmp_path / "out.json"
     assert main(["gpu", "--size", "tiny", "--sections", "2,3", "--out", str(file)]) == 1
     captured = capsys.readouterr()

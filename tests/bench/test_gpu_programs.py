@@ -16,15 +16,21 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.bench.gpu.cells import Cell, Cells
 from jaxspec.bench.gpu.options import DEFAULTS
-from jaxspec.bench.gpu.programs import NotMade, Programs, Recipe, compile_recipe, device_options
-from jaxspec.bench.gpu.run import Plan
-from jaxspec.bench.gpu.starting import target_of
-from jaxspec.check import uncached
+from jaxspec.bench.gpu.programs import (
+    Programs,
+    ProgramUnavailableError,
+    Recipe,
+    compile_recipe,
+    device_options,
+)
+from jaxspec.bench.gpu.run import GpuPlan
+from jaxspec.bench.gpu.starting import program_target
+from jaxspec.check import disable_cache
 from jaxspec.compiled.serialized import (
     MANIFEST,
     ProgramFolder,
-    Target,
-    Unusable,
+    ProgramTarget,
+    UnusableProgramError,
     compiler_versions,
 )
 from jaxspec.mesh import DATA, kind_in_scope, make_mesh, plain_twins
@@ -33,7 +39,7 @@ from tests.runs import ROOT
 OPTIONS = DEFAULTS["tiny"]
 CELL = Cell(4, 3, 16, OPTIONS.draft_vocab)
 NUMBERS = np.array([1, 2, 3], np.float32)
-HERE = Target(compiler_versions(), "cpu", "abc", {"rows": 4})
+HERE = ProgramTarget(compiler_versions(), "cpu", "abc", {"rows": 4})
 
 IN_A_FRESH_PROCESS = """
 import json
@@ -57,13 +63,13 @@ print(json.dumps(answers(Cells(OPTIONS, make_mesh(1, 1, 1)), begin, advance)))
 
 def answers(cells: Cells, begin: Any, advance: Any) -> list[list[int]]:
     """Tokens of two calls of rounds; what is given away must be gone."""
-    ready, prompts = cells.ready(CELL), cells.prompts(CELL)
+    ready, prompts = cells.rollout_weights(CELL), cells.make_prompts(CELL)
     running = begin(ready, prompts)
     for count in (2, 1000):
         before = running
         running = advance(ready, running, jax.numpy.int32(count))
         assert before.rollout.tokens.is_deleted(), "its memory is the result's"
-    assert (np.asarray(running.rollout.lengths) == OPTIONS.prompt + CELL.new).all()
+    assert (np.asarray(running.rollout.lengths) == OPTIONS.prompt + CELL.new_tokens).all()
     return np.asarray(running.rollout.tokens).tolist()
 
 
@@ -71,10 +77,10 @@ def test_a_copy_that_does_not_know_its_version_takes_its_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mesh = make_mesh(1, 1, 1)
-    plan = Plan(OPTIONS, mesh, Cells(OPTIONS, mesh))
-    made = target_of(plan)
-    monkeypatch.setattr("jaxspec.host.job.version", lambda: "unknown")
-    assert not made.differences(target_of(plan))
+    plan = GpuPlan(OPTIONS, mesh, Cells(OPTIONS, mesh))
+    made = program_target(plan)
+    monkeypatch.setattr("jaxspec.host.job.package_version", lambda: "unknown")
+    assert not made.list_differences(program_target(plan))
 
 
 @pytest.mark.slow
@@ -82,12 +88,12 @@ def test_loaded_in_a_fresh_process_a_generators_programs_give_the_same_tokens(
     tmp_path: Path,
 ) -> None:
     mesh = make_mesh(1, 1, 1)
-    cells, folder = Cells(OPTIONS, mesh), ProgramFolder.begun(tmp_path, HERE)
+    cells, folder = Cells(OPTIONS, mesh), ProgramFolder.open_writable(tmp_path, HERE)
     made = {}
-    for name, recipe in zip(("prefill", "rounds"), cells.recipes(CELL), strict=True):
-        with uncached():
+    for name, recipe in zip(("prefill", "rounds"), cells.list_recipes(CELL), strict=True):
+        with disable_cache():
             made[name] = compile_recipe(recipe, mesh, device_options(mesh))
-        folder.save(name, made[name], 1.0)
+        folder.save_program(name, made[name], 1.0)
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -112,25 +118,25 @@ def small(name: str = "a sum", function: Any = lambda x: x + 1) -> Recipe:
 @pytest.fixture
 def folder(tmp_path: Path) -> ProgramFolder:
     """With one small program."""
-    mesh, made = make_mesh(1, 1, 1), ProgramFolder.begun(tmp_path, HERE)
-    with uncached():
-        made.save("a sum", compile_recipe(small(), mesh, {}), 0.5)
+    mesh, made = make_mesh(1, 1, 1), ProgramFolder.open_writable(tmp_path, HERE)
+    with disable_cache():
+        made.save_program("a sum", compile_recipe(small(), mesh, {}), 0.5)
     return made
 
 
 def test_programs_for_something_else_are_named_with_what_is_here(folder: ProgramFolder) -> None:
-    assert len(ProgramFolder.opened(folder.folder, HERE)) == 1
+    assert len(ProgramFolder.open_existing(folder.folder, HERE)) == 1
     for change, words in (
         ({"card": "NVIDIA H100"}, "made for a cpu (here: NVIDIA H100)"),
         ({"versions": {"jax": "0.9"}}, "(here: 0.9)"),
         ({"code": "def"}, "the code abc (here: def)"),
         ({"sizes": {"rows": 8}}, "--rows 4 (here: 8)"),
     ):
-        with pytest.raises(Unusable) as refused:
-            ProgramFolder.opened(folder.folder, HERE._replace(**change))
+        with pytest.raises(UnusableProgramError) as refused:
+            ProgramFolder.open_existing(folder.folder, HERE._replace(**change))
         assert words in str(refused.value)
         assert str(folder.folder) in str(refused.value)
-    begun = ProgramFolder.begun(folder.folder, HERE._replace(card="NVIDIA H100"))
+    begun = ProgramFolder.open_writable(folder.folder, HERE._replace(card="NVIDIA H100"))
     assert len(begun) == 0, "programs for another card are made anew"
 
 
@@ -140,8 +146,8 @@ def test_programs_for_something_else_are_named_with_what_is_here(folder: Program
 def test_a_damaged_manifest_is_named(folder: ProgramFolder, content: str) -> None:
     file = folder.folder / MANIFEST
     file.write_text(content)
-    with pytest.raises(Unusable, match="compiled here instead") as refused:
-        ProgramFolder.opened(folder.folder, HERE)
+    with pytest.raises(UnusableProgramError, match="compiled here instead") as refused:
+        ProgramFolder.open_existing(folder.folder, HERE)
     assert str(file) in str(refused.value)
 
 
@@ -150,14 +156,14 @@ def test_a_manifest_leads_to_no_file_elsewhere(folder: ProgramFolder) -> None:
     content = json.loads(file.read_text())
     content["programs"]["a sum"]["file"] = "../elsewhere.program"
     file.write_text(json.dumps(content))
-    with pytest.raises(Unusable, match="elsewhere"):
-        ProgramFolder.opened(folder.folder, HERE)
+    with pytest.raises(UnusableProgramError, match="elsewhere"):
+        ProgramFolder.open_existing(folder.folder, HERE)
 
 
 def test_a_damaged_program_is_named_and_compiled(folder: ProgramFolder) -> None:
     (file,) = folder.folder.glob("*.program")
     whole, said = file.read_bytes(), []
-    assert folder.intact("a sum")
+    assert folder.is_intact("a sum")
     for content, words in (
         (whole[:50], "is damaged (50 bytes"),
         (whole[:-1] + b"x", "is damaged"),
@@ -166,11 +172,11 @@ def test_a_damaged_program_is_named_and_compiled(folder: ProgramFolder) -> None:
         file.unlink(missing_ok=True)
         if content is not None:
             file.write_bytes(content)
-        assert not folder.intact("a sum")
+        assert not folder.is_intact("a sum")
         programs = Programs(make_mesh(1, 1, 1), folder, 1, said.append)
-        programs.expect([small()])
-        made = programs.get("a sum", 60.0)
-        assert not made.loaded
+        programs.queue_recipes([small()])
+        made = programs.get_program("a sum", 60.0)
+        assert not made.is_loaded
         np.testing.assert_array_equal(made.program(NUMBERS), [2, 3, 4])
         warning = next(line for line in reversed(said) if line.startswith("warning"))
         assert str(file) in warning
@@ -178,26 +184,28 @@ def test_a_damaged_program_is_named_and_compiled(folder: ProgramFolder) -> None:
         programs.close()
     file.write_bytes(whole)
     programs = Programs(make_mesh(1, 1, 1), folder, 1, said.append)
-    programs.expect([small(), small("another")])
-    assert programs.get("a sum", 60.0).loaded
-    assert not programs.get("another", 60.0).loaded
+    programs.queue_recipes([small(), small("another")])
+    assert programs.get_program("a sum", 60.0).is_loaded
+    assert not programs.get_program("another", 60.0).is_loaded
     assert any("has no program another" in line for line in said)
 
 
 def test_a_program_that_is_not_there_in_time_is_named() -> None:
     programs = Programs(make_mesh(1, 1, 1), None, 1, lambda line: None)
-    with programs.quiet():
-        programs.expect([small()])
-        with pytest.raises(NotMade, match="a sum: not compiled in time"):
-            programs.get("a sum", 0.1)
-    assert programs.get("a sum", 60.0).seconds > 0
+    with programs.pause_compiling():
+        programs.queue_recipes([small()])
+        with pytest.raises(ProgramUnavailableError, match="a sum: not compiled in time"):
+            programs.get_program("a sum", 0.1)
+    assert programs.get_program("a sum", 60.0).seconds > 0
 
     def broken(x: Any) -> Any:
         raise ValueError("no such kernel\nand pages more")
 
-    programs.expect([small("broken", broken)])
-    with pytest.raises(NotMade, match=r"broken cannot be compiled \(ValueError: no such kernel\)"):
-        programs.get("broken", 60.0)
+    programs.queue_recipes([small("broken", broken)])
+    with pytest.raises(
+        ProgramUnavailableError, match=r"broken cannot be compiled \(ValueError: no such kernel\)"
+    ):
+        programs.get_program("broken", 60.0)
     programs.close()
 
 
@@ -216,9 +224,9 @@ def test_where_a_kernel_does_not_compile_its_plain_twin_is_taken_loudly(
             raise NotImplementedError("no tile of this shape")
         return x * 2
 
-    programs.expect([small("a kernel", kernel)])
-    made = programs.get("a kernel", 60.0)
-    assert made.plain
+    programs.queue_recipes([small("a kernel", kernel)])
+    made = programs.get_program("a kernel", 60.0)
+    assert made.without_kernels
     np.testing.assert_array_equal(made.program(NUMBERS), [2, 4, 6])
     assert "NotImplementedError: no tile of this shape" in said[0]
     assert "WITHOUT GPU KERNELS" in said[0]

@@ -13,8 +13,8 @@ import pytest
 
 from jaxspec.bench.__main__ import main
 from jaxspec.bench.measure import PeakMemory
-from jaxspec.hf.names import named_leaves, places, policy_rows
-from jaxspec.hf.policy_config import config_json
+from jaxspec.hf.names import leaves_by_path, policy_mappings, tensor_entries
+from jaxspec.hf.policy_config import policy_config_json
 from jaxspec.hf.tensor_files import write_tensors
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
@@ -64,9 +64,13 @@ def test_reading_needs_little_more_memory_than_the_weights(
     model = ModelSpec(
         vocab=40_000, layers=6, embed=512, heads=8, kv_heads=4, head_size=64, ffn=2048, tied=False
     )
-    shapes = named_leaves(jax.eval_shape(lambda: Decoder(model, jax.random.key(0))))
+    shapes = leaves_by_path(jax.eval_shape(lambda: Decoder(model, jax.random.key(0))))
     random = np.random.default_rng(0)
-    tensors = [place for row in policy_rows(model) for place in places(row, shapes[row.ours].shape)]
+    tensors = [
+        place
+        for row in policy_mappings(model)
+        for place in tensor_entries(row, shapes[row.weight_path].shape)
+    ]
     made = [
         (
             at.name,
@@ -76,7 +80,7 @@ def test_reading_needs_little_more_memory_than_the_weights(
         for at in tensors
     ]
     list(write_tensors(tmp_path, made))
-    (tmp_path / "config.json").write_text(json.dumps(config_json(model, "float32", {})))
+    (tmp_path / "config.json").write_text(json.dumps(policy_config_json(model, "float32", {})))
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
     command = [
         sys.executable,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench.variants import VARIANTS, Variant, config_of
-from jaxspec.config.check import check
+from jaxspec.bench.variants import VARIANTS, DraftVariant, apply_variant
+from jaxspec.config.check import check_config
 from jaxspec.config.settings import DraftConfig, OfflineConfig
 from jaxspec.inputs.checked import ConfigError
 from tests.bench.compared import CONFIG, head
@@ -19,14 +19,14 @@ def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
         CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7)
     )
     for variant in VARIANTS:
-        config = config_of(
+        config = apply_variant(
             variant, dataclasses.replace(CONFIG, rollout=own, offline=OfflineConfig())
         )
-        check(config, devices=1)
+        check_config(config, devices=1)
         draft = config.rollout.draft
         assert (draft.kind, draft.draft_length, draft.temperature) == (
             variant.kind,
-            "auto" if variant.chosen else 2,
+            "auto" if variant.chooses_length else 2,
             0.7,
         )
         assert draft.vocab == (vocab if draft.kind == "eagle3" else 0)
@@ -54,11 +54,11 @@ def test_the_generic_draft_is_trained_on_a_text_or_is_a_head_that_is_ready(tmp_p
     folder = head(tmp_path / "head")
     for variant in VARIANTS:
         plain, text, ready = (
-            config_of(variant, config, generic)
+            apply_variant(variant, config, generic)
             for generic in ("generic", "chats.jsonl", str(folder))
         )
-        check(ready, devices=1)
-        if not variant.generic:
+        check_config(ready, devices=1)
+        if not variant.is_generic:
             assert plain == text == ready
             continue
         assert (text.offline.text, text.rollout.draft.path) == ("chats.jsonl", "")
@@ -69,4 +69,6 @@ def test_the_generic_draft_is_trained_on_a_text_or_is_a_head_that_is_ready(tmp_p
         assert (own.ffn, own.rope_theta, ready.head.taps) == (8, 77.0, (1, 3))
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"head/config\.json"):
-        config_of(Variant("eagle3-generic", "eagle3", generic=True), config, str(folder))
+        apply_variant(
+            DraftVariant("eagle3-generic", "eagle3", is_generic=True), config, str(folder)
+        )

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jaxspec.processes import places
-from jaxspec.processes.places import Place
+from jaxspec.processes.places import JobMember
 from tests.clusters.stand_ins import PLAIN, PYTHON, RECORDER, TINY, alone, program, records
 from tests.compile_cache import compiled_programs
 from tests.conftest import free_port
@@ -68,7 +68,9 @@ def test_kubernetes_gives_each_node_a_process_that_knows_its_place(
         }
         with monkeypatch.context() as there:
             alone(there, variables)
-            assert places.told() == Place(f"{first}:1234", job["completions"], number)
+            assert places.member_from_variables() == JobMember(
+                f"{first}:1234", job["completions"], number
+            )
     program(tmp_path / "bin/python", RECORDER)
     (tmp_path / "records").mkdir()
     stub = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STUB_STATUS": "3"}

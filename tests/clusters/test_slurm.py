@@ -104,9 +104,9 @@ def test_slurm_gives_each_gpu_a_process_that_knows_its_place(
         }
         with monkeypatch.context() as there:
             alone(there, variables)
-            assert places.told() is None
-            assert places.in_a_job()
-            place = places.detected(1)
+            assert places.member_from_variables() is None
+            assert places.is_multiprocess_job()
+            place = places.detect_member(1)
         assert place is not None
         assert (place.coordinator.partition(":")[0], *place[1:]) == ("node00", 32, number)
 

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.compiled.collectives import groups, kind_of, sent
-from jaxspec.compiled.counts import Cost, Counted, Exchange
+from jaxspec.compiled.collectives import bytes_sent, collective_kind, parse_device_groups
+from jaxspec.compiled.counts import Collective, Cost, CostCounter
 from jaxspec.compiled.text import Program
 
 SHAPE = {"data": 2, "expert": 2, "tensor": 2}
@@ -31,7 +31,7 @@ def cost(mesh: Mesh, body: Callable[[jax.Array], jax.Array]) -> Cost:
     layout = NamedSharding(mesh, P(tuple(SHAPE)))
     given = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=layout)
     program = Program(jax.jit(run).lower(given).compile().as_text() or "")
-    return Counted(program, SHAPE).of(program.entry)
+    return CostCounter(program, SHAPE).count_computation(program.entry)
 
 
 def gathered(axis: Any, x: jax.Array) -> jax.Array:
@@ -69,15 +69,15 @@ def test_kind_axes_and_bytes(
     mesh: Mesh, body: Callable, kind: str, axes: tuple[str, ...], size: int
 ) -> None:
     found = cost(mesh, body)
-    assert found.exchanges == {Exchange(kind, axes): 1}
-    assert found.sent == {Exchange(kind, axes): size}
+    assert found.collectives == {Collective(kind, axes): 1}
+    assert found.bytes_sent == {Collective(kind, axes): size}
 
 
 def test_in_a_loop_they_count_as_often_as_it_runs(mesh: Mesh) -> None:
     def body(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, 5, lambda _, y: lax.psum(y, "tensor") * 0.5, x)
 
-    assert cost(mesh, body).exchanges == {Exchange("all-reduce", ("tensor",)): 5}
+    assert cost(mesh, body).collectives == {Collective("all-reduce", ("tensor",)): 5}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_in_a_loop_they_count_as_often_as_it_runs(mesh: Mesh) -> None:
     ],
 )
 def test_groups_however_they_are_written(written: str, found: list[tuple[int, ...]]) -> None:
-    assert groups(f", channel_id=1, {written}, use_global_device_ids=true", 4) == found
+    assert parse_device_groups(f", channel_id=1, {written}, use_global_device_ids=true", 4) == found
 
 
 def test_one_that_is_begun_gives_its_last_results() -> None:
@@ -106,6 +106,11 @@ ENTRY %main (a: f32[4]) -> f32[8] {
   ROOT %out = f32[8]{0} all-gather-done(%gather)
 }
 """
-    lines = Program(text).by_name["main"]
-    assert [sent(lines[name], 2) for name in ("gather", "sum")] == [16, 16]
-    assert [kind_of(each) for each in lines.values()] == ["", "all-gather", "all-reduce", ""]
+    lines = Program(text).instructions_by_name["main"]
+    assert [bytes_sent(lines[name], 2) for name in ("gather", "sum")] == [16, 16]
+    assert [collective_kind(each) for each in lines.values()] == [
+        "",
+        "all-gather",
+        "all-reduce",
+        "",
+    ]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jaxspec.compiled.compiler import FLAGS, set_flags
+from jaxspec.compiled.compiler import FLAGS_VARIABLE, set_xla_flags
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ from jaxspec.compiled.compiler import FLAGS, set_flags
 )
 def test_the_users_flags_win(given: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of two equal flags counts, and a file of flags stays the user's own."""
-    monkeypatch.setenv(FLAGS, given)
-    set_flags({"xla_one": True, "xla_two": "7"})
-    assert os.environ[FLAGS] == wanted
-    set_flags({"xla_one": True, "xla_two": "7"})
-    assert os.environ[FLAGS] == wanted, "a second start adds nothing"
+    monkeypatch.setenv(FLAGS_VARIABLE, given)
+    set_xla_flags({"xla_one": True, "xla_two": "7"})
+    assert os.environ[FLAGS_VARIABLE] == wanted
+    set_xla_flags({"xla_one": True, "xla_two": "7"})
+    assert os.environ[FLAGS_VARIABLE] == wanted, "a second start adds nothing"

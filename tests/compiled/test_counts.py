@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxspec.compiled.counts import Cost, Counted
+from jaxspec.compiled.counts import Cost, CostCounter
 from jaxspec.compiled.text import Program
-from jaxspec.kernels.grouped import swiglu_of_experts
+from jaxspec.kernels.grouped import expert_swiglu
 
 MESH = {"data": 1}
 T, D, F, L = 24, 64, 128, 7
@@ -26,7 +26,7 @@ def program_of(function: Callable, *arguments: Any) -> Program:
 
 def cost(function: Callable, *arguments: Any, **options: Any) -> Cost:
     program = program_of(function, *arguments)
-    return Counted(program, MESH).of(program.entry, **options)
+    return CostCounter(program, MESH).count_computation(program.entry, **options)
 
 
 def layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ WEIGHTS = array(L, D, F), array(L, F, D)
 
 def test_a_loop_counts_as_often_as_it_runs() -> None:
     found = cost(layers, array(T, D), *WEIGHTS)
-    assert found.products == L * 2 * (2 * T * D * F)
+    assert found.flops == L * 2 * (2 * T * D * F)
     assert found.loops == 1
 
 
@@ -54,7 +54,7 @@ def test_a_backward_pass_makes_twice_the_products_and_remat_those_that_it_needs(
     def plain(*given: jax.Array) -> Any:
         return jax.grad(lambda *given: loss(layers, *given), (0, 1, 2))(*given)
 
-    assert cost(plain, array(T, D), *WEIGHTS).products == 3 * 2 * forward
+    assert cost(plain, array(T, D), *WEIGHTS).flops == 3 * 2 * forward
 
     def recomputed(x: jax.Array, *weights: jax.Array) -> jax.Array:
         def layer(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
@@ -66,7 +66,7 @@ def test_a_backward_pass_makes_twice_the_products_and_remat_those_that_it_needs(
         return jax.grad(lambda *given: loss(recomputed, *given), (0, 1, 2))(*given)
 
     # the last product of a layer is not needed again
-    assert cost(remat, array(T, D), *WEIGHTS).products == (3 * 2 + 1) * forward
+    assert cost(remat, array(T, D), *WEIGHTS).flops == (3 * 2 + 1) * forward
 
 
 def test_batched_and_attention_like_products() -> None:
@@ -74,7 +74,7 @@ def test_batched_and_attention_like_products() -> None:
         return jnp.einsum("bnts,bsnh->btnh", jnp.einsum("btnh,bsnh->bnts", query, key), value)
 
     shape = array(2, 16, 4, 32)
-    assert cost(run, shape, shape, shape).products == 2 * (2 * 2 * 4 * 16 * 16 * 32)
+    assert cost(run, shape, shape, shape).flops == 2 * (2 * 2 * 4 * 16 * 16 * 32)
 
 
 def test_bytes_follow_what_is_sliced_not_what_it_is_sliced_from() -> None:
@@ -89,8 +89,8 @@ def test_bytes_follow_what_is_sliced_not_what_it_is_sliced_from() -> None:
 
     pool, row = array(4096, 64), array(1, 64)
     program = jax.jit(put, donate_argnums=0).lower(pool, row, array(dtype=jnp.int32)).compile()
-    counted = Counted(text := Program(program.as_text() or ""), MESH)
-    assert counted.of(text.entry).bytes <= 8 * 64 * 4
+    counted = CostCounter(text := Program(program.as_text() or ""), MESH)
+    assert counted.count_computation(text.entry).bytes <= 8 * 64 * 4
 
 
 def test_of_branches_the_dear_one_or_the_cheap_one() -> None:
@@ -98,8 +98,8 @@ def test_of_branches_the_dear_one_or_the_cheap_one() -> None:
         return lax.cond(which > 0, lambda x: jnp.tanh(x @ weights) @ weights, lambda x: x + 1, x)
 
     given = array(dtype=jnp.int32), array(T, D), array(D, D)
-    assert cost(run, *given).products == 2 * 2 * T * D * D
-    assert cost(run, *given, rarely=True).products == 0
+    assert cost(run, *given).flops == 2 * 2 * T * D * D
+    assert cost(run, *given, rarely=True).flops == 0
 
 
 def test_a_loop_that_decides_by_itself_is_told_apart_or_taken_for_causal_attention() -> None:
@@ -108,11 +108,14 @@ def test_a_loop_that_decides_by_itself_is_told_apart_or_taken_for_causal_attenti
 
     with_scope = jax.named_scope("generate")(until)
     program = program_of(with_scope, array(T, D), array(D, D), array())
-    parts = Counted(program, MESH).parts({}, ())
-    turn = parts.largest("generate")
+    parts = CostCounter(program, MESH).split_by_phase({}, ())
+    turn = parts.largest_loop("generate")
     assert turn is not None
-    assert turn.cost.products == 2 * T * D * D
-    assert Counted(program, MESH).of(program.entry, around=9.0).products == 5 * 2 * T * D * D
+    assert turn.cost.flops == 2 * T * D * D
+    assert (
+        CostCounter(program, MESH).count_computation(program.entry, outer_trips=9.0).flops
+        == 5 * 2 * T * D * D
+    )
 
 
 def test_a_loop_of_loops_counts_as_these_and_a_scope_tells_them_apart() -> None:
@@ -130,9 +133,9 @@ def test_a_loop_of_loops_counts_as_these_and_a_scope_tells_them_apart() -> None:
             return lax.while_loop(more, each, x)
 
     program = program_of(jax.named_scope("generate")(both), array(T, D), array(D, D), array())
-    parts = Counted(program, MESH).parts({}, ())
-    found = [parts.largest("generate", part) for part in ("", "prefill", "rounds", "refill")]
-    assert [turn and turn.cost.products / (2 * T * D * D) for turn in found] == [2, 2, 1, None]
+    parts = CostCounter(program, MESH).split_by_phase({}, ())
+    found = [parts.largest_loop("generate", part) for part in ("", "prefill", "rounds", "refill")]
+    assert [turn and turn.cost.flops / (2 * T * D * D) for turn in found] == [2, 2, 1, None]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ metadata={{op_name="jit(run)/train/{name}/mpmd_map"}}
 }}
 """
     program = Program(text)
-    assert Counted(program, MESH).of("main").products == products * 8 * 64 * 64 * 32
+    assert CostCounter(program, MESH).count_computation("main").flops == products * 8 * 64 * 64 * 32
 
 
 def test_products_of_cublas() -> None:
@@ -161,7 +164,7 @@ custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
 {"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]},"beta":0}}
 }
 """
-    assert Counted(Program(text), MESH).of("main").products == 2 * 64 * 32 * 16
+    assert CostCounter(Program(text), MESH).count_computation("main").flops == 2 * 64 * 32 * 16
 
 
 def test_experts_cost_what_their_tokens_cost() -> None:
@@ -170,5 +173,5 @@ def test_experts_cost_what_their_tokens_cost() -> None:
 
     weights = array(experts, D, F), array(experts, D, F), array(experts, F, D)
     inputs = array(tokens, D), array(tokens, chosen, dtype=jnp.int32), array(tokens, chosen)
-    found = cost(swiglu_of_experts, *inputs, weights)
-    assert found.products == 3 * 2 * tokens * chosen * D * F
+    found = cost(expert_swiglu, *inputs, weights)
+    assert found.flops == 3 * 2 * tokens * chosen * D * F

@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 
 from jaxspec.compiled.hardware import HARDWARE
-from jaxspec.compiled.roofline import Devices, Network, card_of_kind, round_seconds
-from jaxspec.config.presets import QWEN3_8B, QWEN3_30B_A3B, as_published
+from jaxspec.compiled.roofline import (
+    GeneratorDevices,
+    NetworkSizes,
+    estimate_round_seconds,
+    find_card_by_kind,
+)
+from jaxspec.config.presets import QWEN3_8B, QWEN3_30B_A3B, spec_without_checkpoint
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.length_chooser import contexts, predicted_cost
+from jaxspec.rollout.feedback.length_chooser import contexts, predicted_cost
 from tests.conftest import eagle3
 
-H100 = Devices(HARDWARE["h100"])
+H100 = GeneratorDevices(HARDWARE["h100"])
 CONTEXT = 2048
 COUNTED = {
     1: (7.4, 1.11, 1.32, 1.53),
@@ -40,7 +45,9 @@ def shapes(make: object, model: ModelSpec) -> object:
     )
 
 
-def costs(target: ModelSpec, draft: object, rows: int, devices: Devices = H100) -> np.ndarray:
+def costs(
+    target: ModelSpec, draft: object, rows: int, devices: GeneratorDevices = H100
+) -> np.ndarray:
     table = predicted_cost(devices, shapes(Decoder, target), draft, (0, 1, 3, 5), (rows,), CONTEXT)  # pyright: ignore[reportArgumentType]
     assert table.shape == (4, 3, len(contexts(CONTEXT)))
     np.testing.assert_array_equal(table[:, :1], table[:, 1:2])  # there is one loop
@@ -49,7 +56,7 @@ def costs(target: ModelSpec, draft: object, rows: int, devices: Devices = H100) 
 
 @pytest.mark.parametrize("rows", COUNTED)
 def test_costs_are_those_that_were_counted(rows: int) -> None:
-    model = as_published(QWEN3_8B)
+    model = spec_without_checkpoint(QWEN3_8B)
     found = costs(model, shapes(eagle3, model), rows)
     plain, *rounds = COUNTED[rows]
     np.testing.assert_allclose(found[0] * 1e3, plain, rtol=0.1)
@@ -57,7 +64,7 @@ def test_costs_are_those_that_were_counted(rows: int) -> None:
 
 
 def test_a_small_vocabulary_of_a_draft_saves_its_head() -> None:
-    model = as_published(QWEN3_8B)
+    model = spec_without_checkpoint(QWEN3_8B)
     whole, few = (
         costs(model, shapes(functools.partial(eagle3, vocab=vocab), model), 1)
         for vocab in (0, 32_000)
@@ -68,7 +75,7 @@ def test_a_small_vocabulary_of_a_draft_saves_its_head() -> None:
 
 
 def test_a_layer_of_several_in_turn_is_read_once_a_draft() -> None:
-    model = as_published(QWEN3_8B)
+    model = spec_without_checkpoint(QWEN3_8B)
     one, three = (
         costs(model, shapes(functools.partial(Mtp, layers=layers), model), 4) for layers in (1, 3)
     )
@@ -76,8 +83,8 @@ def test_a_layer_of_several_in_turn_is_read_once_a_draft() -> None:
 
 
 def test_few_tokens_touch_few_experts_and_many_all() -> None:
-    model = as_published(QWEN3_30B_A3B)
-    draft = shapes(eagle3, as_published(QWEN3_8B))
+    model = spec_without_checkpoint(QWEN3_30B_A3B)
+    draft = shapes(eagle3, spec_without_checkpoint(QWEN3_8B))
     one, many = (costs(model, draft, rows)[0] for rows in (1, 64))
     expert = 3 * 2 * model.layers * model.embed * model.ffn / (0.85 * H100.card.bandwidth)
     # 8 of 128 experts, and all of them; what else 64 rows take more is less than that
@@ -85,22 +92,25 @@ def test_few_tokens_touch_few_experts_and_many_all() -> None:
 
 
 def test_devices_that_split_weights_read_less_each() -> None:
-    model = as_published(QWEN3_8B)
+    model = spec_without_checkpoint(QWEN3_8B)
     draft = shapes(eagle3, model)
     alone, split = (
-        costs(model, draft, 64, Devices(HARDWARE["h100"], tensor=count)) for count in (1, 4)
+        costs(model, draft, 64, GeneratorDevices(HARDWARE["h100"], tensor=count))
+        for count in (1, 4)
     )
     assert (split < alone).all()
     assert (split > alone / 4).all()
 
 
 def test_products_wait_for_the_tensor_cores_once_rows_are_many() -> None:
-    head = Network(1, 2 * 10**9, 0, 0.0, 10**9, 100_000, 10**4, 10**5, 4096, 2)
-    few, more, many = (round_seconds(H100, head, head, 0, rows, 0, 1) for rows in (1, 2, 2000))
+    head = NetworkSizes(1, 2 * 10**9, 0, 0.0, 10**9, 100_000, 10**4, 10**5, 4096, 2)
+    few, more, many = (
+        estimate_round_seconds(H100, head, head, 0, rows, 0, 1) for rows in (1, 2, 2000)
+    )
     assert more - few < 1e-5
     assert many > 5 * few
 
 
 def test_cards_are_known_by_the_name_that_jax_gives_them() -> None:
-    assert card_of_kind("NVIDIA H200") is HARDWARE["h200"]
-    assert card_of_kind("TPU v5e") is None
+    assert find_card_by_kind("NVIDIA H200") is HARDWARE["h200"]
+    assert find_card_by_kind("TPU v5e") is None

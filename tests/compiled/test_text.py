@@ -33,25 +33,25 @@ metadata={op_name="jit(step)/train/while"}, backend_config={"known_trip_count":{
 def test_instructions_have_types_operands_and_what_they_call() -> None:
     program = Program(TEXT)
     assert program.entry == "main.3_spmd"
-    loop = program.by_name["main.3_spmd"]["while.2"]
-    assert (loop.opcode, loop.operands, loop.trips) == ("while", ("first",), 36)
+    loop = program.instructions_by_name["main.3_spmd"]["while.2"]
+    assert (loop.opcode, loop.operands, loop.trip_count) == ("while", ("first",), 36)
     assert loop.results == (Shape("s32", ()), Shape("f32", (4, 8)))
     assert loop.scope == "jit(step)/train/while"
-    assert program.called(loop) == ["condition.1", "body.1"]
-    assert program.by_name["main.3_spmd"]["open.2"].trips is None
-    said = program.by_name["body.1"]["said"]
-    assert (said.opcode, said.operands, said.bytes) == ("custom-call", ("value",), 128)
-    assert [each.name for each in program.computations["main.3_spmd"] if each.root] == ["out"]
+    assert program.find_callees(loop) == ["condition.1", "body.1"]
+    assert program.instructions_by_name["main.3_spmd"]["open.2"].trip_count is None
+    said = program.instructions_by_name["body.1"]["said"]
+    assert (said.opcode, said.operands, said.result_bytes) == ("custom-call", ("value",), 128)
+    assert [each.name for each in program.computations["main.3_spmd"] if each.is_root] == ["out"]
 
 
 def test_what_a_loop_reaches() -> None:
     program = Program(TEXT)
-    loops = program.reached_from(lambda each: each.opcode == "while" and each.trips == 36)
+    loops = program.reachable_from(lambda each: each.opcode == "while" and each.trip_count == 36)
     assert loops == {"body.1", "condition.1"}
-    assert program.reached(["main.3_spmd"]) == loops | {"main.3_spmd"}
+    assert program.reachable_computations(["main.3_spmd"]) == loops | {"main.3_spmd"}
 
 
 def test_bytes_of_types() -> None:
     sizes = {Shape("bf16", (3, 5)): 30, Shape("pred", (7,)): 7, Shape("s4", (3,)): 2}
     sizes |= {Shape("f8e4m3fn", (6,)): 6, Shape("token", ()): 0, Shape("f32", ()): 4}
-    assert {shape: shape.bytes for shape in sizes} == sizes
+    assert {shape: shape.byte_count for shape in sizes} == sizes

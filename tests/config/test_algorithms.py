@@ -13,12 +13,12 @@ import pytest
 from jaxspec.build import build_step
 from jaxspec.config.algorithms import (
     ALGORITHMS,
-    described,
-    draft_remarks,
-    remarks,
+    collect_draft_warnings,
+    collect_warnings,
+    describe_algorithms,
     with_algorithm,
 )
-from jaxspec.config.as_json import flat, to_json
+from jaxspec.config.as_json import flatten_settings, to_json
 from jaxspec.config.cli import load_config
 from jaxspec.config.settings import (
     AdamConfig,
@@ -37,7 +37,7 @@ from tests.conftest import small_mesh
 def differing(name: str) -> dict[str, object]:
     """What the command line's config has otherwise with an algorithm."""
     plain, config = (
-        flat(to_json(load("--config", "rl_think.py", *words)[0]))
+        flatten_settings(to_json(load("--config", "rl_think.py", *words)[0]))
         for words in ([], ["--algorithm", name])
     )
     return {key: value for key, value in config.items() if value != plain[key]}
@@ -58,7 +58,7 @@ def test_an_algorithm_sets_its_own_settings_and_no_others() -> None:
     for name in ALGORITHMS:
         sections = {key.partition(".")[0] for key in differing(name)}
         assert sections <= {"advantage", "loss", "kl", "overlong", "dynamic_sampling"}, name
-        assert f"  {name}: " in described()
+        assert f"  {name}: " in describe_algorithms()
 
 
 def test_single_settings_are_set_beside_it() -> None:
@@ -75,7 +75,7 @@ def test_single_settings_are_set_beside_it() -> None:
     config = load("--config", "rl_think.py", *words)[0]
     assert (config.loss.kind, config.loss.clip_low, config.loss.clip_high) == ("gspo", 3e-4, 0.001)
     assert config.kl.beta == 0.1
-    assert remarks(config) == []
+    assert collect_warnings(config) == []
 
 
 def test_help_says_what_each_sets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,13 +101,13 @@ def test_unknown_ones_are_refused_and_so_is_one_where_nothing_is_learnt_by_it() 
 def test_bounds_of_ratios_follow_from_the_kind_of_loss(kind: Any, bounds: Any) -> None:
     """Those of tokens on ratios of answers, or on weights, are remarked."""
     assert LossConfig(kind=kind).clip_bounds == bounds
-    assert remarks(Config(loss=LossConfig(kind=kind))) == []
+    assert collect_warnings(Config(loss=LossConfig(kind=kind))) == []
     config = ResolvedConfig(loss=LossConfig(kind=kind), batch=BatchConfig(epochs=2))
     loss = build_step(config, small_mesh(), (1,), 40).learner.policy_loss
     assert isinstance(loss, functools.partial)
     surrogate = loss.keywords["surrogate"].keywords
     assert (surrogate["clip_low"], surrogate["clip_high"]) == bounds
-    told = remarks(Config(loss=LossConfig(kind=kind, clip_low=0.2, clip_high=0.28)))
+    told = collect_warnings(Config(loss=LossConfig(kind=kind, clip_low=0.2, clip_high=0.28)))
     assert len(told) == (kind != "clip")
     for word in ("loss.clip_low 0.2", "loss.clip_high 0.28", "usual are --loss.clip_low"):
         assert all(word in line for line in told)
@@ -115,7 +115,7 @@ def test_bounds_of_ratios_follow_from_the_kind_of_loss(kind: Any, bounds: Any) -
 
 def remarks_on(words: str) -> str:
     """What is remarked on a command line, in one line."""
-    return " ".join(remarks(load("--config", "rl_think.py", *words.split())[0]))
+    return " ".join(collect_warnings(load("--config", "rl_think.py", *words.split())[0]))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def remarks_on(words: str) -> str:
 )
 def test_the_estimator_of_the_divergence_follows_from_its_place(words: str, place: str) -> None:
     config, _ = load("--config", "rl_think.py", "--kl.beta", "0.1", *words.split())
-    assert config.kl.chosen_estimator == place
-    assert remarks(config) == []
+    assert config.kl.active_estimator == place
+    assert collect_warnings(config) == []
 
 
 @pytest.mark.parametrize("where", ["reward", "reward_to_go"])
@@ -251,7 +251,7 @@ def test_rates_of_loaded_policies_follow_from_what_is_trained(
     config = loaded(*words.split(), name=name)
     assert config.learning_rates.policy == rate
     assert config.learning_rates.draft == 1e-4
-    assert remarks(config) == []
+    assert collect_warnings(config) == []
 
 
 def test_rates_that_are_left_out_are_those_of_a_checkpoint_where_there_is_one() -> None:
@@ -259,7 +259,7 @@ def test_rates_that_are_left_out_are_those_of_a_checkpoint_where_there_is_one() 
     made, read = Config(), Config(model=ModelConfig(path="folder"))
     assert made.learning_rates == (2e-4, 4e-4, 1e-2)
     assert read.learning_rates == (1e-6, 1e-4, 1e-4)
-    assert remarks(made) == remarks(read) == []
+    assert collect_warnings(made) == collect_warnings(read) == []
 
 
 def test_the_demo_learns_as_it_did() -> None:
@@ -267,16 +267,16 @@ def test_the_demo_learns_as_it_did() -> None:
     config, _ = load("--config", "rl_think.py")
     assert config.learning_rates == (2e-4, 4e-4, 1e-2)
     assert config.optimizer.adam.betas == (0.9, 0.95)
-    assert remarks(config) == []
+    assert collect_warnings(config) == []
     words = ("--config", "rl_think.py", "--model.path", "folder", "--sft.steps", "0")
-    told = remarks(load(*words)[0])
+    told = collect_warnings(load(*words)[0])
     assert [line.split()[1:3] for line in told] == [
         ["optimizer.learning_rate", "0.0002"],
         ["offline.learning_rate", "0.01"],
     ]
     assert "all weights of a loaded policy; --optimizer.learning_rate auto is 1e-06" in told[0]
     auto = [f"--{name}.learning_rate" for name in ("optimizer", "offline")]
-    assert remarks(load(*words, auto[0], "auto", auto[1], "auto")[0]) == []
+    assert collect_warnings(load(*words, auto[0], "auto", auto[1], "auto")[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -290,9 +290,9 @@ def test_the_demo_learns_as_it_did() -> None:
     ],
 )
 def test_rates_outside_the_usual_range_are_remarked(words: str, said: str) -> None:
-    (told,) = remarks(loaded(*words.split()))
+    (told,) = collect_warnings(loaded(*words.split()))
     assert said in told
-    of_draft = draft_remarks(loaded(*words.split()))
+    of_draft = collect_draft_warnings(loaded(*words.split()))
     assert of_draft == ([told] if "draft" in words or "offline" in words else [])
 
 

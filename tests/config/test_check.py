@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxspec.config.check import check
+from jaxspec.config.check import check_config
 from jaxspec.config.settings import (
     BatchConfig,
     DataConfig,
@@ -42,7 +42,9 @@ class TestCheck:
     ) -> None:
         warm = {"sft": SftConfig(rows=96), "offline": OfflineConfig(rows=96)}
         assert (
-            check(ResolvedConfig(mesh=mesh, batch=BatchConfig(prompts=prompts), **warm), devices)
+            check_config(
+                ResolvedConfig(mesh=mesh, batch=BatchConfig(prompts=prompts), **warm), devices
+            )
             == shape
         )
 
@@ -61,8 +63,8 @@ class TestCheck:
         warm = {"sft": SftConfig(rows=96), "offline": OfflineConfig(rows=96)}
         batch = BatchConfig(prompts=prompts)
         config = ResolvedConfig(mesh=mesh, batch=batch, model=WITH_EXPERTS, **warm)
-        assert check(config, 8) == shape
-        assert check(config, 8).rows == shape[0] * shape[2]
+        assert check_config(config, 8) == shape
+        assert check_config(config, 8).row_shards == shape[0] * shape[2]
 
     @pytest.mark.parametrize(
         ("mesh", "devices", "sizes"),
@@ -84,10 +86,10 @@ class TestCheck:
             offline=OfflineConfig(rows=96),
         )
         with pytest.raises(ConfigError) as error:
-            check(config, devices)
+            check_config(config, devices)
         assert str(error.value).endswith(f"mesh.expert can be {', '.join(map(str, sizes))}")
         for size in sizes:
-            check(replace(config, mesh=replace(mesh, expert=size)), devices)
+            check_config(replace(config, mesh=replace(mesh, expert=size)), devices)
 
     @pytest.mark.parametrize(
         ("config", "devices", "processes", "parts"),
@@ -320,12 +322,12 @@ class TestCheck:
         self, config: ResolvedConfig, devices: int, processes: int, parts: list[str]
     ) -> None:
         with pytest.raises(ConfigError) as caught:
-            check(config, devices, processes)
+            check_config(config, devices, processes)
         assert [part for part in parts if part not in str(caught.value)] == []
 
     def test_rows_that_no_program_uses_are_free(self) -> None:
         plain = RolloutConfig(draft=DraftConfig(kind="none"))
-        assert check(
+        assert check_config(
             ResolvedConfig(
                 rollout=plain, offline=OfflineConfig(rows=3), sft=SftConfig(steps=0, rows=3)
             ),
@@ -335,17 +337,21 @@ class TestCheck:
     def test_a_loaded_draft_brings_its_vocabulary_and_width(self) -> None:
         rollout = RolloutConfig(draft=DraftConfig(vocab=20, path="head"))
         wide, own = ModelSpec(embed=32), HeadSpec(own_embedding=True)
-        assert check(
+        assert check_config(
             ResolvedConfig(
                 rollout=rollout, offline=OfflineConfig(steps=0), draft_model=wide, head=own
             ),
             1,
         ) == (1, 1, 1)
         for head in (HeadSpec(taps=(0, 2)), HeadSpec(use_taps=False)):
-            assert check(ResolvedConfig(model=ModelSpec(layers=2), head=head), 1) == (1, 1, 1)
+            assert check_config(ResolvedConfig(model=ModelSpec(layers=2), head=head), 1) == (
+                1,
+                1,
+                1,
+            )
 
     def test_other_drafts_take_shallow_policies(self) -> None:
         shallow = ResolvedConfig(
             model=ModelSpec(layers=1), rollout=RolloutConfig(draft=DraftConfig(kind="mtp"))
         )
-        assert check(shallow, 1) == (1, 1, 1)
+        assert check_config(shallow, 1) == (1, 1, 1)

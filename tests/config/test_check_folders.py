@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.from_checkpoint import check_folders, resolved
+from jaxspec.config.from_checkpoint import check_folders, resolve_config
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.hf.tensor_files import WEIGHTS, Stored, open_tensors
+from jaxspec.hf.tensor_files import WEIGHTS_FILE, StoredTensor, open_tensors
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
@@ -36,9 +36,9 @@ def judge(config: ResolvedConfig, tokens: int = TOKENS) -> None:
 def change(folder: Path, **changes: np.ndarray | None) -> None:
     """Changes tensors of a folder, by their names with `__` for dots; None takes one out."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
-    tensors = {**load_file(folder / WEIGHTS), **named}
+    tensors = {**load_file(folder / WEIGHTS_FILE), **named}
     save_file(
-        {name: value for name, value in tensors.items() if value is not None}, folder / WEIGHTS
+        {name: value for name, value in tensors.items() if value is not None}, folder / WEIGHTS_FILE
     )
 
 
@@ -64,12 +64,12 @@ def test_a_drafts_tensors_are_judged_without_reading_a_weight(
     policy: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = draft_of(kind, policy, tmp_path / "draft")
-    config = resolved(config_for(policy, folder, kind=kind), print)
+    config = resolve_config(config_for(policy, folder, kind=kind), print)
     read: list[str] = []
-    monkeypatch.setattr(Stored, "read", lambda stored, index=(): read.append(stored.name))
+    monkeypatch.setattr(StoredTensor, "read", lambda stored, index=(): read.append(stored.name))
     judge(config)
     assert read == []
-    name, tensor = GATE[kind], load_file(folder / WEIGHTS)[GATE[kind]]
+    name, tensor = GATE[kind], load_file(folder / WEIGHTS_FILE)[GATE[kind]]
     for value in (None, tensor[:-1].copy(), tensor.astype(np.int8)):
         change(folder, **{name: value})
         with pytest.raises(ConfigError, match=None if kind == "mtp" else str(folder)) as error:
@@ -84,7 +84,7 @@ def test_layers_of_a_head_are_those_of_its_tensors(policy: Path, tmp_path: Path)
     folder = draft_of("eagle3", policy, tmp_path / "draft")
     edit_config(folder, num_hidden_layers=40)
     told: list[str] = []
-    config = resolved(config_for(policy, folder), told.append)
+    config = resolve_config(config_for(policy, folder), told.append)
     assert "num_hidden_layers is 1 by the tensors, not 40 as config.json has it" in told
     judge(config)
     assert read_back(config).config.layers == 1
@@ -96,7 +96,7 @@ def test_a_head_that_lacks_a_layer_is_refused_with_the_number_of_its_file(
     folder = draft_of("eagle3", policy, tmp_path / "draft")
     edit_config(folder, num_hidden_layers=40)
     change(folder, layers__2__self_attn__q_proj__weight=np.ones((16, 16), np.float32))
-    config = resolved(config_for(policy, folder), print)
+    config = resolve_config(config_for(policy, folder), print)
     with pytest.raises(ConfigError, match=r"num_hidden_layers 40 in config\.json"):
         judge(config)
 
@@ -105,7 +105,7 @@ def _padded(folder: Path, rows: int) -> None:
     """Another number of rows, of which those up to `TOKENS` are as they were."""
     edit_config(folder, vocab_size=rows)
     for name in ("model.embed_tokens.weight", "lm_head.weight", "embed_tokens.weight"):
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS_FILE)
         if name in tensors:
             held = tensors[name][:TOKENS]
             more = np.full((rows - TOKENS, held.shape[1]), 0.25, held.dtype)
@@ -120,9 +120,9 @@ def test_another_padding_is_padded_or_cut(
     plain = draft_of(kind, policy, tmp_path / "plain")
     other = draft_of(kind, policy, tmp_path / "other")
     _padded(other, rows)
-    config = resolved(config_for(policy, other, kind=kind), print)
+    config = resolve_config(config_for(policy, other, kind=kind), print)
     judge(config)
-    same = read_back(resolved(config_for(policy, plain, kind=kind), print))
+    same = read_back(resolve_config(config_for(policy, plain, kind=kind), print))
     found = read_back(config)
     for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(same), strict=True):
         assert one.shape == wanted.shape
@@ -135,11 +135,11 @@ def test_another_padding_is_padded_or_cut(
 def test_a_mask_of_a_heads_vocabulary_is_padded_too(policy: Path, tmp_path: Path) -> None:
     folder = draft_of("eagle3", policy, tmp_path / "draft")
     ids = np.array([0, 2, 5, 8])
-    head = load_file(folder / WEIGHTS)["lm_head.weight"]
+    head = load_file(folder / WEIGHTS_FILE)["lm_head.weight"]
     edit_config(folder, vocab_size=30, draft_vocab_size=4)
     mask = np.isin(np.arange(30), ids)
     change(folder, d2t=ids - np.arange(4), t2d=mask, lm_head__weight=head[ids])
-    config = resolved(config_for(policy, folder), print)
+    config = resolve_config(config_for(policy, folder), print)
     judge(config)
     found = read_back(config)
     np.testing.assert_array_equal(found.vocabulary[...], ids)
@@ -149,8 +149,8 @@ def test_a_mask_of_a_heads_vocabulary_is_padded_too(policy: Path, tmp_path: Path
 @pytest.mark.parametrize("rows", [2, 7, 12])
 def test_rows_that_a_file_lacks_are_zeros_in_every_slice(tmp_path: Path, rows: int) -> None:
     held = np.arange(14, dtype=np.float32).reshape(7, 2) + 1
-    save_file({"a": held}, tmp_path / WEIGHTS)
-    stored = open_tensors(tmp_path)["a"].with_rows(rows)
+    save_file({"a": held}, tmp_path / WEIGHTS_FILE)
+    stored = open_tensors(tmp_path)["a"].resize_rows(rows)
     whole = np.zeros((rows, 2), np.float32)
     whole[: min(rows, 7)] = held[:rows]
     np.testing.assert_array_equal(stored.read(), whole)
@@ -164,7 +164,7 @@ def test_a_draft_of_another_tokenizer_is_refused_by_a_token(policy: Path, tmp_pa
     folder = draft_of("model", policy, tmp_path / "draft")
     for each in (policy, folder):
         character_tokenizer().save(str(each))
-    config = resolved(config_for(policy, folder, kind="model"), print)
+    config = resolve_config(config_for(policy, folder, kind="model"), print)
     shapes = jax.eval_shape(lambda: Decoder(config.model, jax.random.key(0)))
     check_folders(config, shapes, TOKENS)
     file = folder / "tokenizer.json"
@@ -202,7 +202,7 @@ def test_quantized_weights_are_said_so_whatever_their_shapes(
     policy: Path, tmp_path: Path, form: str, which: str
 ) -> None:
     folder = draft_of("model", policy, tmp_path / "draft")
-    config = resolved(config_for(policy, folder, kind="model"), print)
+    config = resolve_config(config_for(policy, folder, kind="model"), print)
     judge(config)
     QUANTIZED[form](policy if which == "policy" else folder)
     with pytest.raises(ConfigError, match="give weights that are not quantized") as error:
@@ -213,7 +213,7 @@ def test_quantized_weights_are_said_so_whatever_their_shapes(
 def test_a_quantized_cache_is_no_quantized_weight(policy: Path) -> None:
     quantization = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
     (policy / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
-    judge(resolved(config_for(policy, kind="none"), print))
+    judge(resolve_config(config_for(policy, kind="none"), print))
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_told_what_works(tmp_path: Path) -> None:
@@ -230,5 +230,5 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_told_what_works(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"leave out --data\.tokenizer"):
         tokenizer.check_vocab(4, "elsewhere")
     resized = save_policy(tmp_path / "resized", tiny_model(vocab=tokenizer.size, dtype="float32"))
-    config = resolved(config_for(resized, kind="none"), print)
+    config = resolve_config(config_for(resized, kind="none"), print)
     tokenizer.check_vocab(config.model.vocab, config.model.path)

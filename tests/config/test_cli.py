@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.config.cli import override, read_config, settle, take_option
+from jaxspec.config.cli import override_settings, read_config, settle_draft_settings, take_option
 from jaxspec.config.settings import Config, DraftConfig, RolloutConfig
-from jaxspec.inputs.checked import Checked, ConfigError
+from jaxspec.inputs.checked import CheckedConfig, ConfigError
 from tests.config.command_line import CONFIGS, NAMES, load, refused
 
 
@@ -197,7 +197,7 @@ class TestLoad:
             "--rollout.lookup.past",
             "4",
         )[0].rollout
-        assert (beside.lookup_kind, beside.past) == ("history", 4)
+        assert (beside.lookup_kind, beside.past_answers) == ("history", 4)
 
 
 class TestRefusals:
@@ -359,7 +359,7 @@ def test_help_whose_reader_has_seen_enough_is_no_error() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Other(Checked):
+class Other(CheckedConfig):
     """The options of another command line."""
 
     rows: int = 3
@@ -372,7 +372,7 @@ class TestAnotherCommandLine:
     def test_an_option_that_comes_first_is_taken_out(self, argv: list[str]) -> None:
         given, rest = take_option(argv, "python -m jaxspec.other", "file", "FILE")
         assert given == "a"
-        assert override(Other(rows=4), rest, "other", "Does something else.") == Other(rows=5)
+        assert override_settings(Other(rows=4), rest, "other", "Another.") == Other(rows=5)
 
     def test_it_may_be_absent(self) -> None:
         assert take_option(["--rows", "5"], "other", "file", "FILE", "b") == ("b", ["--rows", "5"])
@@ -385,7 +385,7 @@ class TestAnotherCommandLine:
 
     def test_defaults_are_those_of_the_instance(self) -> None:
         default = Other(rows=7, draft=DraftConfig(kind="mtp", layers=2))
-        assert override(default, ["--draft.draft_length", "5"], "other", "") == replace(
+        assert override_settings(default, ["--draft.draft_length", "5"], "other", "") == replace(
             default, draft=replace(default.draft, draft_length=5)
         )
 
@@ -393,8 +393,8 @@ class TestAnotherCommandLine:
         with pytest.raises(
             ConfigError, match=r"draft\.kind ngram there is no use for --rollout\.draft\.vocab; "
         ):
-            settle(
+            settle_draft_settings(
                 Config(rollout=RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3))),
                 ["--draft.vocab", "3"],
-                under="rollout.",
+                prefix="rollout.",
             )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.from_checkpoint import resolved
+from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.config.settings import DraftConfig, OfflineConfig, ResolvedConfig, RolloutConfig
 from tests.conftest import tiny_model
 
@@ -29,4 +29,4 @@ def test_a_draft_for_a_large_vocabulary_has_a_part_of_it_unless_the_config_says(
         rollout=RolloutConfig(draft=DraftConfig(**draft)),
         offline=OfflineConfig(steps=offline),
     )
-    assert resolved(config, print).draft_spec.vocab == own
+    assert resolve_config(config, print).draft_spec.vocab == own

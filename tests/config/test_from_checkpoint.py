@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.from_checkpoint import read_draft, resolved
+from jaxspec.config.from_checkpoint import read_draft, resolve_config
 from jaxspec.config.settings import DataConfig, DraftConfig, ResolvedConfig, RolloutConfig
 from jaxspec.drafts.kinds import build_network
-from jaxspec.hf.eagle3_config import draft_config_json
-from jaxspec.hf.names import policy_rows
-from jaxspec.hf.pretrained import tensors_of
-from jaxspec.hf.tensor_files import WEIGHTS
+from jaxspec.hf.eagle3_config import head_config_json
+from jaxspec.hf.names import policy_mappings
+from jaxspec.hf.pretrained import stream_tensors
+from jaxspec.hf.tensor_files import WEIGHTS_FILE
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import HeadSpec, ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
@@ -38,10 +38,10 @@ def policy(tmp_path: Path) -> Path:
 
 def save_head(folder: Path, network: Eagle3, form: Any = "raw", **more: np.ndarray) -> Path:
     folder.mkdir()
-    save_file({**draft_tensors(network, form), **more}, folder / WEIGHTS)
+    save_file({**draft_tensors(network, form), **more}, folder / WEIGHTS_FILE)
     vocab = 0 if network.vocabulary is None else network.head.shape[-1]
     (folder / "config.json").write_text(
-        json.dumps(draft_config_json(network.config, network.form, MODEL, form, vocab))
+        json.dumps(head_config_json(network.config, network.form, MODEL, form, vocab))
     )
     return folder
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.Monke
     absolute one, for resuming elsewhere."""
     monkeypatch.chdir(policy.parent)
     plain = RolloutConfig(draft=DraftConfig(kind="none"))
-    found = resolved(
+    found = resolve_config(
         ResolvedConfig(
             model=ModelSpec(path=policy.name, vocab=99, dtype="bfloat16", remat=False),
             rollout=plain,
@@ -88,22 +88,22 @@ def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.Monke
         "bfloat16",
         False,
     )
-    assert resolved(found, print) == found
+    assert resolve_config(found, print) == found
     assert (
-        resolved(
+        resolve_config(
             ResolvedConfig(model=ModelSpec(path=policy.name), data=DataConfig(tokenizer="other")),
             print,
         ).data.tokenizer
         == "other"
     )
     plain = ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(vocab=0)))
-    assert resolved(plain, print) == plain
+    assert resolve_config(plain, print) == plain
 
 
 def test_data_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other paths are kept as they are given."""
     monkeypatch.setenv("HOME", "/home/somebody")
-    found = resolved(
+    found = resolve_config(
         ResolvedConfig(data=DataConfig(path="~/a.jsonl", eval_path="b.jsonl", tokenizer="~/t")),
         print,
     ).data
@@ -115,7 +115,7 @@ def test_data_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"^data\.eval_path is '~nobody7/a', and no home directory of ~nobody7"
     ):
-        resolved(ResolvedConfig(data=DataConfig(eval_path="~nobody7/a")), print)
+        resolve_config(ResolvedConfig(data=DataConfig(eval_path="~nobody7/a")), print)
 
 
 @pytest.mark.parametrize("form", ["raw", "speculators"])
@@ -133,7 +133,9 @@ def test_a_head_brings_its_form_and_its_weights(policy: Path, tmp_path: Path, fo
     )
     made = with_vocabulary(made, np.array([0, 2, 3, 7, 8, 10]))
     told: list[str] = []
-    config = resolved(config_for(policy, save_head(tmp_path / "draft", made, form)), told.append)
+    config = resolve_config(
+        config_for(policy, save_head(tmp_path / "draft", made, form)), told.append
+    )
     assert config.head == HeadSpec(**flags)
     assert config.draft_model is not None
     assert (config.draft_model.heads, config.draft_model.ffn, config.rollout.draft.vocab) == (
@@ -156,7 +158,7 @@ def test_rows_longer_than_a_head_was_trained_on_are_told(policy: Path, tmp_path:
         ),
     )
     told: list[str] = []
-    config = resolved(config_for(policy, folder), told.append)
+    config = resolve_config(config_for(policy, folder), told.append)
     assert config.draft_model is not None
     assert config.draft_model.rope.context == 20
     assert any("trained on 20 positions, rows take up to 36" in line for line in told)
@@ -166,11 +168,11 @@ def test_a_shared_embedding_is_not_copied(policy: Path, tmp_path: Path) -> None:
     """A table in the draft's file is its own only where it differs from the policy's."""
     made = tiny_network(eagle3, MODEL, 2)
     table = np.asarray(tiny_network(Decoder, MODEL).embedding[...])
-    same = resolved(
+    same = resolve_config(
         config_for(policy, save_head(tmp_path / "same", made, **{"embed_tokens.weight": table})),
         print,
     )
-    other = resolved(
+    other = resolve_config(
         config_for(
             policy, save_head(tmp_path / "other", made, **{"embed_tokens.weight": table + 1})
         ),
@@ -185,10 +187,10 @@ def test_a_head_without_rows_of_its_own_takes_the_policys(policy: Path, tmp_path
     folder = save_head(tmp_path / "draft", tiny_network(eagle3, MODEL, 2))
     tensors = draft_tensors(tiny_network(eagle3, MODEL, 2), "raw")
     tensors.pop("lm_head.weight")
-    save_file(tensors, folder / WEIGHTS)
-    found = read_back(resolved(config_for(policy, folder), print))
+    save_file(tensors, folder / WEIGHTS_FILE)
+    found = read_back(resolve_config(config_for(policy, folder), print))
     np.testing.assert_array_equal(found.head[...], tiny_network(Decoder, MODEL).head[...])
-    alone = dataclasses.replace(resolved(config_for(policy, folder), print), model=MODEL)
+    alone = dataclasses.replace(resolve_config(config_for(policy, folder), print), model=MODEL)
     with pytest.raises(ConfigError, match="borrows the policy's embedding or head"):
         read_back(alone)
 
@@ -200,8 +202,8 @@ def test_taps_that_are_named_are_used(policy: Path, tmp_path: Path) -> None:
         tiny_network(lambda config, key: eagle3(config, key, taps=(0, 2, 3)), MODEL, 2),
     )
     config = config_for(policy, folder)
-    assert resolved(config, print).head.taps == (0, 2, 3)
-    assert resolved(
+    assert resolve_config(config, print).head.taps == (0, 2, 3)
+    assert resolve_config(
         dataclasses.replace(config, head=HeadSpec(taps=(1, 3, 4))), print
     ).head.taps == (1, 3, 4)
 
@@ -216,12 +218,12 @@ def test_native_layers_of_the_policy_are_used_by_themselves(
     made = tiny_network(lambda config, key: Mtp(config, key, 2, embedding_first), sizes, 3)
     tensors = {
         name: build()
-        for name, _, build in tensors_of(
-            policy_rows(MODEL), tiny_network(Decoder, MODEL), np.float32
+        for name, _, build in stream_tensors(
+            policy_mappings(MODEL), tiny_network(Decoder, MODEL), np.float32
         )
     }
-    save_file({**tensors, **draft_tensors(made, "raw", 4)}, policy / WEIGHTS)
-    config = resolved(config_for(policy, kind="mtp"), print)
+    save_file({**tensors, **draft_tensors(made, "raw", 4)}, policy / WEIGHTS_FILE)
+    config = resolve_config(config_for(policy, kind="mtp"), print)
     draft = config.rollout.draft
     assert (draft.path, draft.layers, draft.embedding_first, draft.ffn) == (
         str(policy),
@@ -230,11 +232,11 @@ def test_native_layers_of_the_policy_are_used_by_themselves(
         20,
     )
     assert_same(read_back(config), made)
-    assert resolved(config_for(policy, kind="none"), print).rollout.draft.path == ""
+    assert resolve_config(config_for(policy, kind="none"), print).rollout.draft.path == ""
 
 
 def test_a_small_model_is_read_as_policies_are(policy: Path) -> None:
-    config = resolved(config_for(policy, policy, kind="model"), print)
+    config = resolve_config(config_for(policy, policy, kind="model"), print)
     assert config.draft_model is not None
     assert config.draft_model.layers == 4
     assert_same(read_back(config), tiny_network(Decoder, MODEL))
@@ -256,12 +258,12 @@ def test_a_draft_with_a_number_that_is_not_finite_is_refused_by_its_tensor(
         if kind == "mtp"
         else {}
     )
-    tensors = {**load_file(folder / WEIGHTS), **layers}
-    save_file(tensors, folder / WEIGHTS)
-    read_back(resolved(config_for(policy, folder, kind=kind), print))
+    tensors = {**load_file(folder / WEIGHTS_FILE), **layers}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    read_back(resolve_config(config_for(policy, folder, kind=kind), print))
     name = next(name for name in reversed(tensors) if name.endswith("up_proj.weight"))
     tensors[name][-1, -1] = np.nan
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, folder / WEIGHTS_FILE)
     with pytest.raises(
         ConfigError,
         match=(
@@ -269,7 +271,7 @@ def test_a_draft_with_a_number_that_is_not_finite_is_refused_by_its_tensor(
             r" finite"
         ),
     ):
-        read_back(resolved(config_for(policy, folder, kind=kind), print))
+        read_back(resolve_config(config_for(policy, folder, kind=kind), print))
 
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -307,7 +309,7 @@ def test_tensors_of_a_draft_are_checked_before_they_are_read(
         **{name: np.asarray(value) for name, value in changes.items()},
     )
     with pytest.raises(ConfigError, match=rf"^{folder}/model\.safetensors: the tensor {words}"):
-        resolved(config_for(policy, folder), print)
+        resolve_config(config_for(policy, folder), print)
 
 
 def test_an_mtp_layer_without_axes_is_refused(policy: Path) -> None:
@@ -316,13 +318,13 @@ def test_an_mtp_layer_without_axes_is_refused(policy: Path) -> None:
     )
     gate = np.asarray(np.float32(1))
     save_file(
-        {**load_file(policy / WEIGHTS), **made, "model.layers.4.mlp.gate_proj.weight": gate},
-        policy / WEIGHTS,
+        {**load_file(policy / WEIGHTS_FILE), **made, "model.layers.4.mlp.gate_proj.weight": gate},
+        policy / WEIGHTS_FILE,
     )
     with pytest.raises(
         ConfigError, match=r"model\.layers\.4\.mlp\.gate_proj\.weight has shape \[\]"
     ):
-        resolved(config_for(policy, kind="mtp"), print)
+        resolve_config(config_for(policy, kind="mtp"), print)
 
 
 def test_a_policy_without_the_tensor_that_a_draft_borrows_is_named(
@@ -332,14 +334,14 @@ def test_a_policy_without_the_tensor_that_a_draft_borrows_is_named(
     folder = save_head(
         tmp_path / "draft", tiny_network(eagle3, MODEL, 2), **{"embed_tokens.weight": table}
     )
-    tensors = load_file(policy / WEIGHTS)
+    tensors = load_file(policy / WEIGHTS_FILE)
     tensors.pop("model.embed_tokens.weight")
-    save_file(tensors, policy / WEIGHTS)
+    save_file(tensors, policy / WEIGHTS_FILE)
     with pytest.raises(
         ConfigError,
         match=r"lacks the tensor model\.embed_tokens\.weight, which the draft borrows; download",
     ):
-        resolved(config_for(policy, folder), print)
+        resolve_config(config_for(policy, folder), print)
 
 
 def test_a_drafts_positions_follow_the_policys_stretching(policy: Path, tmp_path: Path) -> None:
@@ -348,14 +350,14 @@ def test_a_drafts_positions_follow_the_policys_stretching(policy: Path, tmp_path
         lambda config, key: eagle3(config, key, sizes={"rope_theta": 77.0}), MODEL, 2
     )
     folder = save_head(tmp_path / "draft", made)
-    plain = resolved(config_for(policy, folder), print)
-    stretched = resolved(config_for(policy, folder, rope_factor=4.0), print)
+    plain = resolve_config(config_for(policy, folder), print)
+    stretched = resolve_config(config_for(policy, folder, rope_factor=4.0), print)
     assert plain.draft_model is not None
     assert stretched.draft_model is not None
     assert (plain.draft_model.rope_factor, plain.draft_model.rope_theta) == (1, 77)
     own = stretched.draft_model
     assert (own.rope_factor, own.rope.kind, own.rope.context, own.rope_theta) == (4, "yarn", 64, 77)
-    assert stretched.model.positions == 256
+    assert stretched.model.max_positions == 256
 
 
 @pytest.mark.parametrize(
@@ -371,6 +373,6 @@ def test_a_path_of_another_kind_is_refused(
 ) -> None:
     folder = save_head(tmp_path / "draft", tiny_network(eagle3, MODEL, 2))
     with pytest.raises(ConfigError, match=words):
-        resolved(config_for(policy, folder, kind=kind), print)
+        resolve_config(config_for(policy, folder, kind=kind), print)
     with pytest.raises(ConfigError, match=r"rollout\.draft\.path nowhere: no such folder"):
-        resolved(config_for(policy, "nowhere"), print)
+        resolve_config(config_for(policy, "nowhere"), print)

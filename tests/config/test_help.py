@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from jaxspec.config.as_json import flat, to_json
-from jaxspec.config.cli import SHORT, load_config
+from jaxspec.config.as_json import flatten_settings, to_json
+from jaxspec.config.cli import SHORT_HELP, load_config
 from jaxspec.config.settings import Config
-from jaxspec.config.unused import OF_POLICY
+from jaxspec.config.unused import POLICY_SETTINGS
 from jaxspec.inputs.docstrings import first_sentence
 from tests.config.command_line import load
 
@@ -20,21 +20,23 @@ def test_the_short_help_has_what_people_need_first(capsys: pytest.CaptureFixture
     assert len(lines) < 100
     assert max(len(line) for line in lines if line.startswith(("  --", " " * 6))) <= 100
     named = [line.split()[0][2:] for line in lines if line.startswith("  --")]
-    used = [name for name in SHORT if name not in ("sft.steps", "offline.steps")]
+    used = [name for name in SHORT_HELP if name not in ("sft.steps", "offline.steps")]
     assert [name for name in named if name in used] == used
-    assert {*named} - {*flat(to_json(Config()))} == {"algorithm"}
+    assert {*named} - {*flatten_settings(to_json(Config()))} == {"algorithm"}
     text = " ".join(" ".join(lines).split())
     prompts = load("--config", "rl_think.py:qwen3_8b")[0].batch.prompts
     assert f"--batch.prompts Prompts a batch. (default: {prompts})" in text
     assert "Examples: python -m jaxspec.train --config rl_think.py" in text
-    assert text.endswith(f"--help all shows all {len(flat(to_json(Config())))} settings.")
+    assert text.endswith(
+        f"--help all shows all {len(flatten_settings(to_json(Config())))} settings."
+    )
 
 
 def test_the_short_help_leaves_out_what_a_program_has_no_use_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        load_config(["--help"], "train_sft", "Trains.", used=OF_POLICY)
+        load_config(["--help"], "train_sft", "Trains.", used_settings=POLICY_SETTINGS)
     text = capsys.readouterr().out
     assert "--sft.steps" in text
     assert not re.search(r"--(steps|rollout\.draft|algorithm)", text)

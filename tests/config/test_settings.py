@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
-from jaxspec.config.as_json import differing_keys, flat, from_json, to_json
+from jaxspec.config.as_json import flatten_settings, from_json, list_changed_settings, to_json
 from jaxspec.config.settings import (
     BatchConfig,
     Config,
@@ -105,11 +105,11 @@ class TestSettings:
 class TestSaved:
     def test_json_round_trip_has_no_differences(self) -> None:
         config = ResolvedConfig(rollout=RolloutConfig(banned=(3, 4)))
-        assert differing_keys(json.loads(json.dumps(to_json(config))), config) == []
+        assert list_changed_settings(json.loads(json.dumps(to_json(config))), config) == []
 
     def test_differences_are_named(self) -> None:
         now = ResolvedConfig(seed=1, batch=BatchConfig(group_size=4))
-        assert differing_keys(to_json(ResolvedConfig()), now) == [
+        assert list_changed_settings(to_json(ResolvedConfig()), now) == [
             "seed: 0 -> 1",
             "batch.group_size: 8 -> 4",
         ]
@@ -125,20 +125,20 @@ class TestSaved:
             mesh=MeshConfig(data=4, tensor=2),
         )
         assert (
-            differing_keys(
+            list_changed_settings(
                 to_json(ResolvedConfig()), replace(now, rollout=RolloutConfig(slice_rounds=2))
             )
             == []
         )
         assert (
-            differing_keys(to_json(ResolvedConfig()), now, free=frozenset({"workdir"}))[0]
+            list_changed_settings(to_json(ResolvedConfig()), now, ignored=frozenset({"workdir"}))[0]
             == f"steps: {ResolvedConfig().steps} -> 7"
         )
 
     def test_keys_that_came_or_went(self) -> None:
         saved = to_json(ResolvedConfig())
         saved["batch"]["entropy"] = saved["batch"].pop("prompts")
-        assert differing_keys(saved, ResolvedConfig()) == [
+        assert list_changed_settings(saved, ResolvedConfig()) == [
             "batch.entropy: 16 -> (absent)",
             "batch.prompts: (absent) -> 16",
         ]
@@ -223,7 +223,7 @@ class TestSaved:
 
 def test_there_are_no_more_settings_than_the_capabilities_need() -> None:
     """A number that a later capability raises on purpose, by what it brings."""
-    named = flat(to_json(Config()))
+    named = flatten_settings(to_json(Config()))
     assert len(named) <= 160, sorted(named)
     groups = Counter(name.rpartition(".")[0] for name in named)
     assert max(groups.values()) <= 15, groups

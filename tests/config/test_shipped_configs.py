@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.config.check import check
+from jaxspec.config.check import check_config
 from jaxspec.config.cli import read_config
 from jaxspec.config.settings import ResolvedConfig
 from tests.config.command_line import CONFIGS, NAMES, load
@@ -51,7 +51,7 @@ def test_config_files(name: str) -> None:
         assert run == f"{Path(name).stem}-{scale}"
         if scale != "tiny":
             config = replace(config, data=replace(config.data, path="train.jsonl"))
-        check(ResolvedConfig.of(config), devices=1)
+        check_config(ResolvedConfig.from_config(config), devices=1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.config.as_json import flat, to_json
-from jaxspec.config.cli import load_config, settle
+from jaxspec.config.as_json import flatten_settings, to_json
+from jaxspec.config.cli import load_config, settle_draft_settings
 from jaxspec.config.settings import (
     Config,
     DraftConfig,
@@ -166,9 +166,9 @@ class TestUseless:
         assert load("--config", "mine.py")[0].lora.targets == ("q_proj",)
 
     def test_the_table_names_settings_that_there_are(self) -> None:
-        from jaxspec.config.unused import WITH_ANY_DRAFT, by_draft
+        from jaxspec.config.unused import GENERAL_RULES, list_draft_rules
 
-        there, rows = flat(to_json(Config())), WITH_ANY_DRAFT + by_draft()
+        there, rows = flatten_settings(to_json(Config())), GENERAL_RULES + list_draft_rules()
         named = [name for row in rows for name in row.settings.split()]
         assert [
             name
@@ -202,7 +202,9 @@ class TestSettle:
         self, kind: DraftKind, argv: list[str], vocab: int | str, beside: str
     ) -> None:
         rollout = replace(self.own, draft=replace(self.own.draft, kind=kind))
-        settled = settle(ResolvedConfig(rollout=rollout), argv, under="rollout.").rollout
+        settled = settle_draft_settings(
+            ResolvedConfig(rollout=rollout), argv, prefix="rollout."
+        ).rollout
         assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (
             kind,
             vocab,
@@ -214,7 +216,9 @@ class TestSettle:
         with pytest.raises(
             ConfigError, match=r"kind none there is no use for --rollout\.draft\.vocab; "
         ):
-            settle(config, ["--rollout.draft.kind", "none", "--rollout.draft.vocab", "24"])
+            settle_draft_settings(
+                config, ["--rollout.draft.kind", "none", "--rollout.draft.vocab", "24"]
+            )
         looked_up = ResolvedConfig(
             rollout=replace(
                 self.own,
@@ -226,7 +230,9 @@ class TestSettle:
             ConfigError,
             match=r"kind none and look-up none there is no use for --rollout\.lookup\.max_match; ",
         ):
-            settle(looked_up, ["--rollout.draft.kind", "none", "--rollout.lookup.max_match", "6"])
+            settle_draft_settings(
+                looked_up, ["--rollout.draft.kind", "none", "--rollout.lookup.max_match", "6"]
+            )
 
 
 class TestVaried:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jaxspec.config.settings import DataConfig, SftConfig
 from jaxspec.data import arithmetic
-from jaxspec.data.arithmetic import Exercise, count, make_exercise, worked_solution
+from jaxspec.data.arithmetic import Exercise, count_problems, make_exercise, write_solution
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.outcome import Outcome
-from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.scorer import RewardInputs, Scorer
 from jaxspec.tokens.tokenizer import character_tokenizer
 
 STEP = re.compile(r"(\d)([+-])(\d)[+-](\d)=(\d)(\d)")
@@ -26,7 +26,7 @@ def both_sides(task, digits):
     return [
         {
             make_exercise(task, digits, i, held_out=side)
-            for i in range(count(task, digits, held_out=side))
+            for i in range(count_problems(task, digits, held_out=side))
         }
         for side in (False, True)
     ]
@@ -47,10 +47,10 @@ def follow(text):
 
 
 def test_known_solution(monkeypatch):
-    monkeypatch.setattr(arithmetic, "SWAPPED", 0.0)
+    monkeypatch.setattr(arithmetic, "SWAP_PROBABILITY", 0.0)
     rng = np.random.default_rng(0)
-    assert worked_solution(Exercise(27, "+", 85), rng) == "7+5+0=12,2+8+1=11,#112"
-    assert worked_solution(Exercise(82, "-", 27), rng) == "2-7-0=15,8-2-1=05,#55"
+    assert write_solution(Exercise(27, "+", 85), rng) == "7+5+0=12,2+8+1=11,#112"
+    assert write_solution(Exercise(82, "-", 27), rng) == "2-7-0=15,8-2-1=05,#55"
 
 
 @settings(deadline=None, max_examples=60)
@@ -63,28 +63,28 @@ def test_known_solution(monkeypatch):
 )
 def test_working_is_consistent(task, digits, number, seed, wrong_steps):
     exercise = make_exercise(
-        task, digits, number % count(task, digits, held_out=False), held_out=False
+        task, digits, number % count_problems(task, digits, held_out=False), held_out=False
     )
-    text = worked_solution(exercise, np.random.default_rng(seed), wrong_steps)
+    text = write_solution(exercise, np.random.default_rng(seed), wrong_steps)
     total, wrong = follow(text)
     assert text.endswith(f",#{total}")
     assert wrong or str(total) == exercise.answer
     assert wrong_steps or not wrong
-    assert len(text) + 1 <= arithmetic.longest_response(digits)
+    assert len(text) + 1 <= arithmetic.max_solution_length(digits)
     assert int(exercise.answer) == eval(exercise.question[:-1])
     assert len(str(exercise.first)) == len(str(exercise.second)) == digits
 
 
 def test_share_of_wrong_steps():
     rng = np.random.default_rng(0)
-    wrong = sum(follow(worked_solution(Exercise(27, "+", 85), rng, 0.12))[1] for _ in range(2000))
+    wrong = sum(follow(write_solution(Exercise(27, "+", 85), rng, 0.12))[1] for _ in range(2000))
     assert abs(wrong / 4000 - 0.12) < 0.02
 
 
 def test_traces_are_short_and_uncertain():
     rng = np.random.default_rng(0)
     exercise, rows = Exercise(47, "+", 85), 4000
-    texts = Counter(worked_solution(exercise, rng, 0.12) for _ in range(rows))
+    texts = Counter(write_solution(exercise, rng, 0.12) for _ in range(rows))
     nats = -sum(n / rows * math.log(n / rows) for n in texts.values())
     assert max(map(len, texts)) + 1 <= 24
     assert nats / (len(next(iter(texts))) + 1) >= 0.1
@@ -94,8 +94,8 @@ def test_traces_are_short_and_uncertain():
 @pytest.mark.parametrize("digits", [1, 2])
 def test_sides_cover_every_pair_once_and_share_none(task, digits):
     train, held_out = both_sides(task, digits)
-    assert len(train) == count(task, digits, held_out=False)
-    assert len(held_out) == count(task, digits, held_out=True)
+    assert len(train) == count_problems(task, digits, held_out=False)
+    assert len(held_out) == count_problems(task, digits, held_out=True)
     pairs = [
         {(e.operator, *sorted((e.first, e.second))) for e in side} for side in (train, held_out)
     ]
@@ -105,7 +105,9 @@ def test_sides_cover_every_pair_once_and_share_none(task, digits):
         2 if task == "mixed" else 1
     )
     assert all(int(e.answer) >= 0 for e in train)
-    assert len(held_out) / len(train | held_out) == pytest.approx(1 / arithmetic.HELD_OUT, abs=0.02)
+    assert len(held_out) / len(train | held_out) == pytest.approx(
+        1 / arithmetic.HELD_OUT_EVERY, abs=0.02
+    )
 
 
 def test_held_out_side_looks_like_the_other():
@@ -119,13 +121,13 @@ def test_held_out_side_looks_like_the_other():
 
 def test_numbers_out_of_range_are_refused():
     with pytest.raises(IndexError):
-        make_exercise("add", 2, count("add", 2, held_out=True), held_out=True)
+        make_exercise("add", 2, count_problems("add", 2, held_out=True), held_out=True)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_corpus_solves_few_of_its_questions(task):
     rng = np.random.default_rng(0)
-    documents = [arithmetic.corpus_text(task, 2, rng, 0.12) for _ in range(6000)]
+    documents = [arithmetic.sample_document(task, 2, rng, 0.12) for _ in range(6000)]
     begun = [match for text in documents if (match := re.match(r"(\d+)([+-])(\d+)=", text))]
     answers = [
         Exercise(int(match[1]), "+" if match[2] == "+" else "-", int(match[3])).answer
@@ -133,12 +135,14 @@ def test_corpus_solves_few_of_its_questions(task):
     ]
     responses = [match.string[match.end() :] for match in begun]
     outcomes = Counter(
-        Scorer("hash")(Rows(responses, responses, answers, [{}] * len(responses))).outcomes.tolist()
+        Scorer("hash")(
+            RewardInputs(responses, responses, answers, [{}] * len(responses))
+        ).outcomes.tolist()
     )
     assert 0.08 < outcomes[Outcome.CORRECT] / len(begun) < 0.2
     assert outcomes[Outcome.NO_ANSWER] / len(begun) > 0.4
     assert sum(text.startswith("?") for text in documents) / len(documents) == pytest.approx(
-        arithmetic.SHARES["book"], abs=0.03
+        arithmetic.DOCUMENT_SHARES["book"], abs=0.03
     )
 
 
@@ -157,7 +161,7 @@ def test_batches(form, digits, length):
         assert tokens[0] == tokenizer.bos_ids[0]
         assert tokens[end - 1] == tokenizer.stop_ids[0]
         assert (tokens[end:] == tokenizer.pad_id).all()
-        assert tokenizer.unknown(tokenizer.decode(tokens)) == ""
+        assert tokenizer.unknown_characters(tokenizer.decode(tokens)) == ""
         questions = (
             re.findall(rf"\b\d{{{digits}}}[+-]\d{{{digits}}}=(?=[;#?]|$)", tokenizer.decode(tokens))
             if form == "text"

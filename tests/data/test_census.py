@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.config.settings import DataConfig, ResolvedConfig, RewardConfig
-from jaxspec.data.census import describe_references, kind_of, take_census
+from jaxspec.data.census import classify_reference, describe_references, take_census
 from jaxspec.data.problems import load_sets
 from jaxspec.tokens.tokenizer import character_tokenizer
 
@@ -32,7 +32,7 @@ from jaxspec.tokens.tokenizer import character_tokenizer
     ],
 )
 def test_kinds(reference: str, kind: str) -> None:
-    assert kind_of(reference) == kind
+    assert classify_reference(reference) == kind
 
 
 def said(references: list[str]) -> list[str]:

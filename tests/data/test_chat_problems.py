@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problems
-from jaxspec.data.problems import load_problems, load_sets, remarks
+from jaxspec.data.problems import describe_problems, load_problems, load_sets
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.extract import is_number
 from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
@@ -26,7 +26,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
 
 def told_of(data: DataConfig) -> list[str]:
     config = ResolvedConfig(data=data, batch=BatchConfig(prompts=1))
-    return remarks(config, load_sets(config, TOKENIZER, answers=False))
+    return describe_problems(config, load_sets(config, TOKENIZER, require_answers=False))
 
 
 def load(path: str, **changes: Any) -> tuple[Problems, Problems]:
@@ -99,7 +99,7 @@ def test_prompts_without_an_answer_are_asked_where_only_a_draft_learns(tmp_path:
     with pytest.raises(ConfigError, match=r"line 4: column 'answer' holds a list"):
         load(path)
     config = DataConfig(path=path, eval_prompts=2)
-    train, held_out = load_problems(config, TOKENIZER, answers=False)
+    train, held_out = load_problems(config, TOKENIZER, require_answers=False)
     assert [problem.index for problem in train] == [0, 1, 2, 3, 4, 7]
     assert [problem.answer for problem in train] == ["2", "", "", "", "", ""]
     assert [problem.answer for problem in held_out] == ["3", "4"]
@@ -109,7 +109,7 @@ def test_prompts_without_an_answer_are_asked_where_only_a_draft_learns(tmp_path:
     _, strict = load(write(tmp_path, lines[0], *lines[5:7]), eval_prompts=2)
     assert [problem.prompt for problem in strict] == prompts
     few = DataConfig(path=write(tmp_path, *lines[:5]), eval_prompts=2)
-    train, held_out = load_problems(few, TOKENIZER, answers=False)
+    train, held_out = load_problems(few, TOKENIZER, require_answers=False)
     assert (len(train), len(held_out), len(told_of(few))) == (5, 0, 1)
 
 
@@ -118,12 +118,12 @@ def test_problems_that_all_have_answers_are_the_same_without_need_of_them(tmp_pa
     config = DataConfig(path=write(tmp_path, *lines), eval_prompts=3)
     for with_answers, without in zip(
         load_problems(config, TOKENIZER),
-        load_problems(config, TOKENIZER, answers=False),
+        load_problems(config, TOKENIZER, require_answers=False),
         strict=True,
     ):
         assert list(with_answers) == list(without)
     with pytest.raises(ConfigError, match="9 usable problems"):
-        load_problems(dataclasses.replace(config, eval_prompts=9), TOKENIZER, answers=False)
+        load_problems(dataclasses.replace(config, eval_prompts=9), TOKENIZER, require_answers=False)
 
 
 def test_what_messages_hold_beside_their_text_reaches_the_template(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def asked(folder: Path, *rows: dict[str, Any], **changes: Any) -> tuple[list[str
     )
     whole = ResolvedConfig(data=config, batch=BatchConfig(prompts=1))
     sets = load_sets(whole, tokenizer)
-    return [problem.prompt for problem in sets.training[0]], remarks(whole, sets)
+    return [problem.prompt for problem in sets.training[0]], describe_problems(whole, sets)
 
 
 def test_calls_of_tools_their_results_and_the_tools_are_asked(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_schema_of_dapo_math() -> None:
         eval_prompts=8,
     )
     train, held_out = load_problems(config, load_tokenizer(folder))
-    assert len(train) + len(held_out) + train.left_out.problems == 2000
+    assert len(train) + len(held_out) + train.skipped_lines.problem_count == 2000
     assert train[0].answer == "157"
     assert train[0].prompt.startswith("<|im_start|>user\nSolve the following math problem")
     assert train[0].prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")

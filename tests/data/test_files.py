@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from jaxspec.config.settings import DataConfig
 from jaxspec.data import files
-from jaxspec.data.files import data_digest, data_files, lines_of
+from jaxspec.data.files import data_digest, find_data_files, iter_lines
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import load_problems
 from jaxspec.inputs.checked import ConfigError
@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    files._downloaded.cache_clear()
+    files._download_dataset.cache_clear()
     return tmp_path / "cache"
 
 
@@ -157,7 +157,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]
 
 def rows_of(path: str) -> list[dict[str, Any]]:
     where = f"data.path {path}"
-    return [json.loads(line) for line in lines_of(data_files(path, "data.path"), where)]
+    return [json.loads(line) for line in iter_lines(find_data_files(path, "data.path"), where)]
 
 
 @pytest.mark.parametrize("network", [True, False])
@@ -181,7 +181,7 @@ def test_a_single_file_of_lines_is_read_where_it_is(
     hub()
     path = "Somebody/Sums:main/test-0.jsonl"
     assert len(problems(path)) == 12
-    assert data_files(path, "data.path") == [tmp_path / "there/main/test-0.jsonl"]
+    assert find_data_files(path, "data.path") == [tmp_path / "there/main/test-0.jsonl"]
     assert not cache.exists()
 
 
@@ -194,9 +194,9 @@ def test_without_a_pattern_a_dataset_must_have_one_data_file(
         match=r"data\.path Somebody/Sums: Somebody/Sums has 4 data files, main/test-0\.jsonl, "
         r".*; say which with Somebody/Sums:GLOB, such as Somebody/Sums:main/test-0\.jsonl",
     ):
-        data_files("Somebody/Sums", "data.path")
+        find_data_files("Somebody/Sums", "data.path")
     with pytest.raises(ConfigError, match=r"no file of Somebody/Sums matches a/\*; it has main/t"):
-        data_files("Somebody/Sums:a/*", "data.path")
+        find_data_files("Somebody/Sums:a/*", "data.path")
     assert asked == []  # nothing is downloaded in vain
     for file in (tmp_path / "there/main").glob("t*1*"):
         file.unlink()
@@ -276,5 +276,5 @@ def test_a_folder_with_one_data_file_is_that_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./a/b", "a/b/c", "/nowhere/at-all", "x"])
 def test_a_file_that_is_not_there_is_no_dataset(path: str, hub: Callable[..., Asked]) -> None:
     asked = hub()
-    assert data_files(path, "data.path") == [Path(path)]
+    assert find_data_files(path, "data.path") == [Path(path)]
     assert asked == []

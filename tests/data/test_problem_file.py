@@ -12,8 +12,8 @@ from pyarrow import Table, parquet
 
 from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig
 from jaxspec.data import problem_file
-from jaxspec.data.problem_source import LeftOut
-from jaxspec.data.problems import load_problems, load_sets, remarks
+from jaxspec.data.problem_source import SkippedLines
+from jaxspec.data.problems import describe_problems, load_problems, load_sets
 from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -57,10 +57,10 @@ def test_problems_that_differ_in_white_space_or_unicode_form_are_the_same(
     config = DataConfig(path=lines_in(tmp_path / "train.jsonl", *lines), **settings)
     train, _ = load_problems(config, TOKENIZER)
     assert [problem.index for problem in train] == [0, 2, 3]
-    assert train.left_out.repeated == 1
+    assert train.skipped_lines.repeated == 1
     assert [problem.question for problem in train] == ["\u00e9 1+1=", "\u00e9 1 + 1=", "7"]
     run = ResolvedConfig(data=config, batch=BatchConfig(prompts=1))
-    assert remarks(run, load_sets(run, TOKENIZER))[1:] == [
+    assert describe_problems(run, load_sets(run, TOKENIZER))[1:] == [
         "warning: 1 of the 2 held-out problems are among those to train on, too"
     ]
 
@@ -86,7 +86,7 @@ def test_null_absent_and_blank_are_counted_alike(tmp_path: Path, blank: Any) -> 
     path = lines_in(tmp_path / "train.jsonl", *lines)
     train, _ = load_problems(of(path, eval_prompts=1, **names), TOKENIZER)
     assert [problem.prompt for problem in train] == ["<bos>1+1=", "<bos>4+1="]
-    assert train.left_out == LeftOut(unanswered=2, empty=2)
+    assert train.skipped_lines == SkippedLines(unanswered=2, empty=2)
 
 
 def test_rows_that_repeat_are_neither_rendered_nor_tokenised(
@@ -95,19 +95,21 @@ def test_rows_that_repeat_are_neither_rendered_nor_tokenised(
     """And nothing is, nor read, once the result is in the cache, but for what is asked."""
     path, asked = tmp_path / "train.parquet", list[int]()
     parquet.write_table(Table.from_pylist(ROWS * 40), path)
-    tokenizer, lengths = character_tokenizer(), Tokenizer.lengths
+    tokenizer, lengths = character_tokenizer(), Tokenizer.count_tokens
     monkeypatch.setattr(
-        Tokenizer, "lengths", lambda self, texts: asked.append(len(texts)) or lengths(self, texts)
+        Tokenizer,
+        "count_tokens",
+        lambda self, texts: asked.append(len(texts)) or lengths(self, texts),
     )
     train, held_out = load_problems(of(path), tokenizer)
-    assert (len(train), len(held_out), train.left_out.repeated) == (40, 10, 1950)
+    assert (len(train), len(held_out), train.skipped_lines.repeated) == (40, 10, 1950)
     assert asked == [50]
-    monkeypatch.setattr(problem_file, "batches_of", None)
+    monkeypatch.setattr(problem_file, "iter_batches", None)
     again, _ = load_problems(of(path), tokenizer)
     assert [*again] == [*train]
-    assert again.left_out == train.left_out
+    assert again.skipped_lines == train.skipped_lines
     few, _ = load_problems(of(path, max_prompt_length=5, eval_prompts=1), tokenizer)
-    assert few.left_out == LeftOut(too_long=40 * 40, repeated=39 * 10)
+    assert few.skipped_lines == SkippedLines(too_long=40 * 40, repeated=39 * 10)
 
 
 LOADING = """

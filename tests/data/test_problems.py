@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig
-from jaxspec.data.json_lines import reference_answer
-from jaxspec.data.problem_source import LeftOut
-from jaxspec.data.problems import PromptStream, load_problems, load_sets, pad_prompts, remarks
+from jaxspec.data.json_lines import extract_reference
+from jaxspec.data.problem_source import SkippedLines
+from jaxspec.data.problems import (
+    PromptStream,
+    describe_problems,
+    load_problems,
+    load_sets,
+    pad_prompts,
+)
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.extract import is_number
 from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
@@ -44,7 +50,7 @@ def load(path, **changes):
 def told(data, prompts=1):
     """What is said of a run's problems, of which a batch takes so many."""
     config = ResolvedConfig(data=data, batch=BatchConfig(prompts=prompts))
-    return remarks(config, load_sets(config, TOKENIZER))
+    return describe_problems(config, load_sets(config, TOKENIZER))
 
 
 def test_generated_problems():
@@ -107,7 +113,9 @@ def test_long_repeated_and_unanswered_problems_are_counted(write):
     config = DataConfig(path=write(*lines), eval_prompts=2)
     train, _ = load_problems(config, TOKENIZER)
     assert len(train) == 6
-    assert train.left_out == LeftOut(too_long=1, repeated=2, unanswered=1, empty=2, blank=3)
+    assert train.skipped_lines == SkippedLines(
+        too_long=1, repeated=2, unanswered=1, empty=2, blank=3
+    )
     assert told(config) == [
         f"data.path {config.path}: 6 problems left out (1 too long, 2 repeated, 1 without an"
         " answer, 2 with an empty problem) and 3 blank lines passed over; 6 to train on"
@@ -329,7 +337,7 @@ def test_missing_files(write, tmp_path):
     ],
 )
 def test_reference_answers(text, answer):
-    assert reference_answer(text) == answer
+    assert extract_reference(text) == answer
 
 
 def test_stream_shuffles_every_epoch_and_depends_on_position_alone():
@@ -337,7 +345,7 @@ def test_stream_shuffles_every_epoch_and_depends_on_position_alone():
     n = len(problems)
     stream, other = PromptStream((problems,), 3), PromptStream((problems,), 3)
     epochs = [[stream[position].index for position in range(k * n, (k + 1) * n)] for k in range(3)]
-    assert [stream.number(position) for position in range(n)] == epochs[0]
+    assert [stream.problem_number(position) for position in range(n)] == epochs[0]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert [other[position].index for position in reversed(range(n, 2 * n))] == epochs[1][::-1]
@@ -367,8 +375,8 @@ def test_real_text():
         eval_prompts=8,
     )
     train, held_out = load_problems(config, load_tokenizer(folder))
-    assert len(train) + len(held_out) + train.left_out.problems == 1119
-    assert 0 < train.left_out.problems < 200
+    assert len(train) + len(held_out) + train.skipped_lines.problem_count == 1119
+    assert 0 < train.skipped_lines.problem_count < 200
     assert train[0].answer == "18"
     assert train[0].prompt.startswith("<|im_start|>user\nJanet")
     assert all(is_number(problem.answer) for problem in train)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.config.check import check
+from jaxspec.config.check import check_config
 from jaxspec.config.cli import read_config
 from jaxspec.config.settings import (
     DataConfig,
@@ -20,23 +20,23 @@ from jaxspec.config.settings import (
 )
 from jaxspec.data import arithmetic, programs
 from jaxspec.data.problems import load_problems
-from jaxspec.data.programs import Program, count_programs, make_program, written_program
+from jaxspec.data.programs import ProgramExercise, count_programs, make_program, write_program
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.rewards.extract import extract
+from jaxspec.rewards.extract import extract_answer
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
-from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.scorer import RewardInputs, Scorer
 from jaxspec.tokens.tokenizer import character_tokenizer
 
 DATA = DataConfig(task="programs", digits=3, max_prompt_length=21, answer_style="code")
 TOKENIZER = character_tokenizer("programs")
-KNOWN = Program((("add", 3), ("mul", 2), ("sub", 7)))
+KNOWN = ProgramExercise((("add", 3), ("mul", 2), ("sub", 7)))
 
 
 def run(response):
     """Return the function that a response defines."""
     names = {}
-    exec(extract(response, "code") or "", names)
+    exec(extract_answer(response, "code") or "", names)
     return names["f"]
 
 
@@ -61,11 +61,11 @@ def test_known_program(monkeypatch):
     assert KNOWN.question == "add 3, mul 2, sub 7:"
     assert KNOWN.answer == "assert f(-3)==-7\nassert f(0)==-1\nassert f(1)==1\nassert f(10)==19"
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(programs, "WRITTEN_OUT", 0.0)
+    monkeypatch.setattr(programs, "LONG_FORM_PROBABILITY", 0.0)
     whole = "```\ndef f(x):\n x+=3\n x*=2\n x-=7\n return x\n```"
-    assert written_program(KNOWN, rng) == whole
-    monkeypatch.setattr(programs, "WRITTEN_OUT", 1.0)
-    assert " x=x+3\n x=x*2\n" in written_program(KNOWN, rng)
+    assert write_program(KNOWN, rng) == whole
+    monkeypatch.setattr(programs, "LONG_FORM_PROBABILITY", 1.0)
+    assert " x=x+3\n x=x*2\n" in write_program(KNOWN, rng)
 
 
 @settings(deadline=None, max_examples=60)
@@ -74,7 +74,7 @@ def test_known_program(monkeypatch):
 )
 def test_tests_hold_of_right_programs_alone(steps, number, seed, wrong_steps):
     program = make_program(steps, number % count_programs(steps, held_out=False), held_out=False)
-    response = written_program(program, np.random.default_rng(seed), wrong_steps)
+    response = write_program(program, np.random.default_rng(seed), wrong_steps)
     slope, offset = by_hand(program.question)
     function = run(response)
     right = all(function(x) == slope * x + offset for x in range(-20, 20))
@@ -85,16 +85,16 @@ def test_tests_hold_of_right_programs_alone(steps, number, seed, wrong_steps):
     except AssertionError:
         passes = False
     assert passes == right
-    assert TOKENIZER.unknown(program.question + response) == ""
-    assert len(TOKENIZER.encode(response)) + 1 <= programs.longest_program(steps)
-    assert len(TOKENIZER.chat(program.question)) == 7 * steps
+    assert TOKENIZER.unknown_characters(program.question + response) == ""
+    assert len(TOKENIZER.encode(response)) + 1 <= programs.max_program_length(steps)
+    assert len(TOKENIZER.encode_prompt(program.question)) == 7 * steps
 
 
 def test_share_of_wrong_steps():
     rng, rows = np.random.default_rng(0), 3000
     found = Counter()
     for _ in range(rows):
-        lines = written_program(KNOWN, rng, 0.2).split("\n")[2:5]
+        lines = write_program(KNOWN, rng, 0.2).split("\n")[2:5]
         found.update((line.replace("=x", "").replace("=", "")) for line in lines)
         found["written out"] += sum("=x" in line for line in lines)
     right = found[" x+3"] + found[" x*2"] + found[" x-7"]
@@ -129,7 +129,7 @@ def test_problems_are_judged_by_the_pool():
     problem = train[5]
     assert TOKENIZER.decode(problem.ids) == make_program(3, 5, held_out=False).question
     program, rng = make_program(3, 5, held_out=False), np.random.default_rng(0)
-    right = written_program(program, rng)
+    right = write_program(program, rng)
     responses = [
         right,
         right.replace(" return x", " x+=1\n return x"),
@@ -141,9 +141,11 @@ def test_problems_are_judged_by_the_pool():
     count = len(responses)
     with RewardPool(1, 10.0) as pool:
         scorer = Scorer("code", pool=pool, verifier="code")
-        assert scorer.unreadable([problem.answer]) == []
+        assert scorer.find_unreadable([problem.answer]) == []
         scores = scorer(
-            Rows([problem.prompt] * count, responses, [problem.answer] * count, [{}] * count)
+            RewardInputs(
+                [problem.prompt] * count, responses, [problem.answer] * count, [{}] * count
+            )
         )
     assert scores.outcomes.tolist() == [
         Outcome.CORRECT,
@@ -174,7 +176,7 @@ def test_the_shipped_model_and_rows_hold_them():
     config, _ = read_config(Path(__file__).parents[2] / "configs/rl_code.py")
     assert TOKENIZER.size <= config.model.vocab
     assert config.data == DATA
-    assert config.rollout.max_new_tokens == programs.longest_program(DATA.digits)
+    assert config.rollout.max_new_tokens == programs.max_program_length(DATA.digits)
 
 
 CODE = RewardConfig(verifier="code", run_code=True)
@@ -203,5 +205,5 @@ CODE = RewardConfig(verifier="code", run_code=True)
 )
 def test_refusals(config, parts):
     with pytest.raises(ConfigError) as caught:
-        check(config, 1)
+        check_config(config, 1)
     assert [part for part in parts if part not in str(caught.value)] == []

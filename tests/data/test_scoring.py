@@ -11,7 +11,7 @@ import pytest
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import DataConfig, ResolvedConfig, RewardConfig
 from jaxspec.data.problems import load_sets
-from jaxspec.data.scoring import count_workers, scorer_of, try_scorers
+from jaxspec.data.scoring import count_workers, make_scorers, try_scorers
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.code import find_sandbox
 from jaxspec.rewards.pool import RewardPool
@@ -23,13 +23,13 @@ def config(**reward: Any) -> ResolvedConfig:
 
 
 def test_without_workers_nothing_is_started() -> None:
-    assert not scorer_of(config()).has_workers
+    assert not make_scorers(config()).has_workers
 
 
 def test_a_verifier_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"bash launch/venv\.sh math"):
-        scorer_of(config(verifier="math"))
+        make_scorers(config(verifier="math"))
 
 
 def test_workers_are_bounded_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_workers_are_bounded_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch
     assert count_workers(0) == 1
     assert count_workers(8) == 8
     with pytest.raises(ConfigError, match=r"reward\.workers is 9, .* 2 cores .*workers 8 or less"):
-        scorer_of(config(verifier="math", workers=9))
+        make_scorers(config(verifier="math", workers=9))
     monkeypatch.setattr(meshes, "cores", lambda: 1000)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**19}.get)
     assert count_workers(0) == 4
@@ -49,7 +49,7 @@ def test_a_function_that_cannot_be_imported(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import nothing_of_the_kind\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"mine\.py:f: ModuleNotFoundError") as told:
-        scorer_of(config(function=f"{file}:f", workers=1))
+        make_scorers(config(function=f"{file}:f", workers=1))
     assert "(mine.py, line 1)" in str(told.value)
 
 
@@ -62,7 +62,7 @@ def test_references_that_cannot_be_read_are_listed(tmp_path: Path) -> None:
     asked = ResolvedConfig(data=data, reward=RewardConfig(verifier="math", workers=1))
     sets = load_sets(asked, character_tokenizer())
     with pytest.raises(ConfigError, match=r"1 reference answers cannot be read .*line 3: .*text"):
-        try_scorers(asked, sets, scorer_of(asked))
+        try_scorers(asked, sets, make_scorers(asked))
 
 
 def test_a_sandbox_is_said_and_none_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_sandbox_is_said_and_none_is_refused_unless_told(monkeypatch: pytest.M
         reward=RewardConfig(verifier="code", run_code=True, workers=1, deadline=20.0),
     )
     if find_sandbox():
-        [line] = scorer_of(asked).remarks
+        [line] = make_scorers(asked).remarks
         assert line.startswith("reward.verifier code runs programs in ")
     found = {"sandbox": ""}
     call = RewardPool.__call__
@@ -84,9 +84,9 @@ def test_a_sandbox_is_said_and_none_is_refused_unless_told(monkeypatch: pytest.M
 
     monkeypatch.setattr(RewardPool, "__call__", without)
     with pytest.raises(ConfigError, match=r"finds no sandbox .* JAXSPEC_WITHOUT_SANDBOX=1"):
-        scorer_of(asked)
+        make_scorers(asked)
     monkeypatch.setenv("JAXSPEC_WITHOUT_SANDBOX", "1")
-    [line] = scorer_of(asked).remarks
+    [line] = make_scorers(asked).remarks
     assert "no sandbox, as none works here" in line
 
 
@@ -147,7 +147,7 @@ def judged(tmp_path: Path) -> Any:
             data=DataConfig(path=str(data), answer_style="boxed", eval_prompts=1),
             reward=RewardConfig(function=f"{file}:{name}", workers=1, deadline=3.0),
         )
-        scorers = scorer_of(asked)
+        scorers = make_scorers(asked)
         try_scorers(asked, load_sets(asked, character_tokenizer()), scorers)
         return list(scorers.remarks)
 

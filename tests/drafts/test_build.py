@@ -27,7 +27,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
 from jaxspec.rollout.generate import begin
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts
 from tests.conftest import eagle3, tiny_config, tiny_model, tiny_network
@@ -198,8 +198,8 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     )
     assert found.tokens.shape == (8 * GROUP, case.draft.draft_length)
     assert (found.offered > 0).any()
-    if case.draft.own_vocab:
-        assert (found.tokens < case.draft.own_vocab).all()
+    if case.draft.draft_vocab:
+        assert (found.tokens < case.draft.draft_vocab).all()
 
 
 def test_none_is_plain_decoding() -> None:

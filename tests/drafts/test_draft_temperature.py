@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafts import draft_temperature
-from jaxspec.rollout.acceptance import no_statistics
+from jaxspec.rollout.feedback.acceptance import no_statistics
 from jaxspec.state import Statistics
 
 GRID = (0.0, 0.5, 1.0, 1.5)

@@ -296,7 +296,7 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
         tokens=jnp.asarray(text[:, :5]), lengths=jnp.asarray(lengths, jnp.int32)
     )
     state, cache = read_whole(both, network, network, prompts, jnp.zeros((4, 5, 0)))
-    cache = contiguous.rows_of(cache, 1, width + length)
+    cache = contiguous.expand_prompts(cache, 1, width + length)
     found: list[tuple[bool, ...]] = []
     for _ in range(6):
         tokens = np.where(np.arange(width) < lengths[:, None], text, 0).astype(np.int32)

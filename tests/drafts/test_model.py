@@ -43,7 +43,7 @@ def prefill(network: Decoder, tokens: jax.Array, lengths: jax.Array, times: int 
     state, cache = read_whole(DRAFT, network, network, prompts, features)
     return Held(
         jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
-        contiguous.rows_of(cache, times, SLOTS),
+        contiguous.expand_prompts(cache, times, SLOTS),
     )
 
 

@@ -92,7 +92,7 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
         state, cache = read_whole(draft, network, target, prompts, features)
         return Held(
             jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), state),
-            contiguous.rows_of(cache, times, SLOTS),
+            contiguous.expand_prompts(cache, times, SLOTS),
         )
 
     @jax.jit
@@ -266,7 +266,7 @@ def slot(
     network: Any, layer: int, hidden: np.ndarray, embedded: np.ndarray, position: int
 ) -> tuple[np.ndarray, np.ndarray, Any]:
     """Query, (key, value) and residual of one slot."""
-    heads = network.heads(
+    heads = network.attention_inputs(
         layer,
         jnp.asarray(hidden)[None, None],
         jnp.asarray(embedded)[None, None],
@@ -287,7 +287,7 @@ def finish(
     keys, values = (np.repeat(np.array(part), repeats, axis=1) for part in zip(*seen, strict=True))
     weights = numpy_softmax(np.einsum("nh,snh->ns", query, keys) / np.sqrt(query.shape[-1]))
     attended = jnp.asarray(np.einsum("ns,snh->nh", weights, values))[None, None]
-    return np.asarray(network.finish(layer, residual, attended))[0, 0]
+    return np.asarray(network.layer_output(layer, residual, attended))[0, 0]
 
 
 def chain(
@@ -296,7 +296,7 @@ def chain(
     """Logits of each draft of one row, slot by slot with explicit lists: what each slot reads and
     sees is written out."""
     network, embedding = case.network, numpy_weights(case.target)["embedding"]
-    read = np.asarray(network.read(jnp.asarray(features)[None]))[0]
+    read = np.asarray(network.to_hidden(jnp.asarray(features)[None]))[0]
     seen: list[list[Any]] = [[] for _ in range(case.depth * network.stack)]
     outputs: list[list[np.ndarray]] = [[] for _ in range(case.depth)]
     for s in range(len(text) - 1):

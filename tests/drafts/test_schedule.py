@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.drafts import schedule
-from jaxspec.rollout.acceptance import no_statistics
+from jaxspec.rollout.feedback.acceptance import no_statistics
 from jaxspec.state import Statistics
 
 

@@ -8,12 +8,12 @@ import pytest
 from scipy.stats import binomtest
 
 from jaxspec.evaluation.estimates import (
-    Tally,
-    consensus,
-    difference,
-    estimates,
-    mean_of,
-    pass_at,
+    AnswerTally,
+    compare_shares,
+    estimate_mean,
+    estimate_metrics,
+    majority_accuracy,
+    pass_at_k,
 )
 
 
@@ -22,12 +22,12 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(count: int) -> No
     for correct, k in itertools.product(range(count + 1), range(1, count + 1)):
         answers = [place < correct for place in range(count)]
         chosen = [any(some) for some in itertools.combinations(answers, k)]
-        assert pass_at(count, correct, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+        assert pass_at_k(count, correct, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
 
 
 def test_pass_at_k_of_fewer_answers_is_no_number() -> None:
     with pytest.raises(ValueError, match="pass@4 of 3 answers"):
-        pass_at(3, 1, 4)
+        pass_at_k(3, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -46,24 +46,24 @@ def test_pass_at_k_of_fewer_answers_is_no_number() -> None:
 def test_the_majority_decides(
     answers: list[str | None], correct: list[bool], expected: float
 ) -> None:
-    assert consensus(answers, correct) == pytest.approx(expected)
+    assert majority_accuracy(answers, correct) == pytest.approx(expected)
 
 
 def test_the_interval_of_a_share_is_wilsons() -> None:
     """Textbook ends, as scipy gives them."""
     for right, count in ((0, 30), (3, 30), (15, 30), (30, 30), (1, 2)):
-        found = mean_of([1.0] * right + [0.0] * (count - right))
+        found = estimate_mean([1.0] * right + [0.0] * (count - right))
         expected = binomtest(right, count).proportion_ci(method="wilson")
         assert found == pytest.approx((right / count, *expected, count), abs=1e-6)
-    assert mean_of(np.zeros(30)).high == pytest.approx(0.1135, abs=1e-4)
-    assert mean_of([0.0, 0.5, 0.5, 1.0])[1:] == mean_of([0.0, 0.0, 1.0, 1.0])[1:]
-    assert mean_of([0.25]) == (0.25, 0.0, 1.0, 1)
-    assert math.isnan(mean_of([]).value)
+    assert estimate_mean(np.zeros(30)).high == pytest.approx(0.1135, abs=1e-4)
+    assert estimate_mean([0.0, 0.5, 0.5, 1.0])[1:] == estimate_mean([0.0, 0.0, 1.0, 1.0])[1:]
+    assert estimate_mean([0.25]) == (0.25, 0.0, 1.0, 1)
+    assert math.isnan(estimate_mean([]).value)
 
 
 def test_the_interval_of_another_mean_is_two_standard_errors_wide() -> None:
     """0, 0, 1, 1: the deviation is 0.57735, of the mean of four 0.288675."""
-    found = mean_of([0.0, 0.0, 1.0, 1.0], share=False)
+    found = estimate_mean([0.0, 0.0, 1.0, 1.0], is_share=False)
     assert found.value == 0.5
     assert found.high - found.value == pytest.approx(1.959964 * 0.288675, rel=1e-5)
     assert found.value - found.low == pytest.approx(found.high - found.value)
@@ -75,7 +75,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(mean: float) -> None:
     rng = np.random.default_rng(0)
     for spread, answers in itertools.product((0.5, 2, 8), (1, 8, 32)):
         shares = rng.beta(mean * spread, (1 - mean) * spread, (1000, 30))
-        found = [mean_of(row / answers) for row in rng.binomial(answers, shares)]
+        found = [estimate_mean(row / answers) for row in rng.binomial(answers, shares)]
         held = np.mean([each.low <= mean <= each.high for each in found])
         assert held >= 0.93, (spread, answers)
 
@@ -83,13 +83,13 @@ def test_intervals_hold_the_truth_as_often_as_they_say(mean: float) -> None:
 def test_a_set_of_known_answers() -> None:
     """Four problems with 4, 2, 0 right of 4, and one of which nothing is known; of the last but one
     only two answers count."""
-    tally = Tally(
-        counted=np.array([4.0, 4.0, 2.0, 0.0]),
-        correct=np.array([4.0, 2.0, 0.0, 0.0]),
-        consensus=np.array([1.0, 0.5, 0.0, 0.0]),
-        reward=np.array([4.0, 3.0, -1.0, 0.0]),
+    tally = AnswerTally(
+        answer_count=np.array([4.0, 4.0, 2.0, 0.0]),
+        correct_count=np.array([4.0, 2.0, 0.0, 0.0]),
+        vote_accuracy=np.array([1.0, 0.5, 0.0, 0.0]),
+        reward_sum=np.array([4.0, 3.0, -1.0, 0.0]),
     )
-    found = estimates(tally, 4, votes=True)
+    found = estimate_metrics(tally, 4, has_votes=True)
     assert list(found) == ["avg@4", "pass@2", "pass@4", "cons@4", "reward"]
     assert found["avg@4"][::3] == pytest.approx((0.5, 3))
     assert found["pass@2"][::3] == pytest.approx(((1 + 5 / 6 + 0) / 3, 3))
@@ -97,11 +97,11 @@ def test_a_set_of_known_answers() -> None:
     assert found["cons@4"][::3] == pytest.approx((0.5, 3))
     assert found["reward"][::3] == pytest.approx(((1 + 0.75 - 0.5) / 3, 3))
     assert found["reward"].low < 0
-    alike = estimates(tally._replace(reward=tally.correct), 4, votes=True)
+    alike = estimate_metrics(tally._replace(reward=tally.correct_count), 4, has_votes=True)
     assert alike["reward"] == alike["avg@4"]
-    assert "cons@4" not in estimates(tally, 4, votes=False)
-    assert list(estimates(tally, 1, votes=True)) == ["avg@1", "reward"]
-    assert list(estimates(tally, 6, votes=False)) == [
+    assert "cons@4" not in estimate_metrics(tally, 4, has_votes=False)
+    assert list(estimate_metrics(tally, 1, has_votes=True)) == ["avg@1", "reward"]
+    assert list(estimate_metrics(tally, 6, has_votes=False)) == [
         "avg@6",
         *("pass@2", "pass@4", "pass@6"),
         "reward",
@@ -113,7 +113,9 @@ def test_all_k_are_of_the_same_problems() -> None:
     rng = np.random.default_rng(0)
     counted = rng.integers(0, 33, 50).astype(float)
     correct = rng.binomial(counted.astype(int), 0.2).astype(float)
-    found = estimates(Tally(counted, correct, correct > 3, correct), 32, votes=True)
+    found = estimate_metrics(
+        AnswerTally(counted, correct, correct > 3, correct), 32, has_votes=True
+    )
     assert {each.problems for each in found.values()} == {int((counted > 0).sum())}
     passes = [each.value for name, each in found.items() if name.startswith("pass@")]
     assert [found["avg@32"].value, *passes] == sorted([found["avg@32"].value, *passes])
@@ -123,10 +125,10 @@ def test_a_difference_is_paired_by_problem() -> None:
     """Hard problems are hard for both, so that the difference is known better than either."""
     first = {"a": 0.0, "b": 0.5, "c": 1.0, "only here": 1.0}
     second = {"c": 1.0, "b": 0.75, "a": 0.25, "only there": 0.0}
-    found = difference(first, second)
-    assert (found.first, found.second) == pytest.approx((0.5, 2 / 3))
+    found = compare_shares(first, second)
+    assert (found.first_mean, found.second_mean) == pytest.approx((0.5, 2 / 3))
     assert found.estimate.value == pytest.approx(1 / 6)
     width = 1.959964 * np.std([0.25, 0.25, 0.0], ddof=1) / 3**0.5
     assert found.estimate.high - found.estimate.value == pytest.approx(width)
-    assert (found.better, found.worse, found.estimate.problems) == (2, 0, 3)
-    assert mean_of(list(first.values())).high - 0.5 > width
+    assert (found.better_count, found.worse_count, found.estimate.problems) == (2, 0, 3)
+    assert estimate_mean(list(first.values())).high - 0.5 > width

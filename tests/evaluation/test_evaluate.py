@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.check import check
+from jaxspec.config.check import check_config
 from jaxspec.config.cli import load_config
 from jaxspec.config.settings import (
     Config,
@@ -21,10 +21,10 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import load_sets
-from jaxspec.evaluate import claim, evaluated, require_draft
+from jaxspec.evaluate import claim_folder, evaluation_config, require_draft_weights
 from jaxspec.evaluation import program
-from jaxspec.evaluation.records import Records
-from jaxspec.host import memory
+from jaxspec.evaluation.records import RecordFile
+from jaxspec.host import fit as memory
 from jaxspec.host.job import Job, make_job
 from jaxspec.host.loaded_run import Run
 from jaxspec.inputs.checked import ConfigError
@@ -42,12 +42,12 @@ def run_of(**changes: Any) -> Run:
 
 def test_a_checkpoint_is_evaluated_as_its_run_generates() -> None:
     run = run_of(data=DataConfig(digits=3))
-    config = evaluated([], run)
+    config = evaluation_config([], run)
     assert config.rollout == run.config.rollout
     assert config.data == run.config.data
     assert config.workdir == "runs/mine-eval-12"
     words = ["--rollout.draft.kind", "ngram", "--eval.samples", "4"]
-    changed = evaluated(words, run)
+    changed = evaluation_config(words, run)
     assert (changed.rollout.draft.kind, changed.eval.samples) == ("ngram", 4)
     for words, told in (
         (["--rollout.draft.kind", "mtp"], "the run's draft is eagle3, so there are no weights"),
@@ -56,12 +56,12 @@ def test_a_checkpoint_is_evaluated_as_its_run_generates() -> None:
         (["--model.layers", "3"], "no use for --model.layers"),
     ):
         with pytest.raises(ConfigError, match=told):
-            evaluated(words, run)
+            evaluation_config(words, run)
 
 
 def test_a_config_beside_a_checkpoint_says_what_is_measured_and_how() -> None:
     run = run_of(data=DataConfig(max_prompt_length=2048))
-    config = evaluated(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
+    config = evaluation_config(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
     assert [each.name for each in config.eval.sets] == ["aime24", "aime25", "math500"]
     assert (config.eval.temperature, config.eval.max_new_tokens) == (0.6, 32_768)
     assert config.rollout == run.config.rollout
@@ -91,7 +91,7 @@ def asking(job: Job, monkeypatch: pytest.MonkeyPatch) -> Step:
     monkeypatch.setattr(memory, "fitted", enough)
     sets = load_sets(job.config, job.tokenizer)
     with pytest.raises(Enough):
-        program.with_own_program(job, sets, SetScorers((Scorer(),)))
+        program.compile_evaluator(job, sets, SetScorers((Scorer(),)))
     return found[0]
 
 
@@ -117,7 +117,7 @@ def test_settings_of_evaluations_are_judged_like_those_of_runs() -> None:
     assert config.rollout.draft.max_draft_length >= 2
     sets = load_sets(config, job.tokenizer)
     with pytest.raises(ConfigError, match=r"evaluations: .*max_new_tokens 2: a draft must be sh"):
-        program.with_own_program(job, sets, SetScorers((Scorer(),)))
+        program.compile_evaluator(job, sets, SetScorers((Scorer(),)))
 
 
 def test_sets_that_do_not_go_together_are_refused() -> None:
@@ -135,7 +135,7 @@ def test_sets_that_do_not_go_together_are_refused() -> None:
     ):
         config = tiny_config(tiny_model(vocab=24), mixture=(dataclasses.replace(first, **changes),))
         with pytest.raises(ConfigError, match=told):
-            check(config, 1)
+            check_config(config, 1)
 
 
 def test_what_a_run_was_trained_on_is_not_needed_for_other_sets() -> None:
@@ -145,9 +145,9 @@ def test_what_a_run_was_trained_on_is_not_needed_for_other_sets() -> None:
         reward=RewardConfig(function="gone.py:reward", workers=2),
         loss=LossConfig(function="gone.py:loss"),
     )
-    alone = evaluated([], run)
+    alone = evaluation_config([], run)
     assert alone.data.path == "gone.jsonl", "held-out problems are in that file"
-    config = evaluated(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
+    config = evaluation_config(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
     assert (config.data.path, config.data.prompt_format) == ("", "raw")
     assert config.reward == RewardConfig(), "workers are the config's"
     assert {each.reward.verifier for each in config.eval.sets} == {"math"}
@@ -156,19 +156,21 @@ def test_what_a_run_was_trained_on_is_not_needed_for_other_sets() -> None:
 def test_a_learned_draft_needs_weights() -> None:
     config = ResolvedConfig()
     with pytest.raises(ConfigError, match=r"kind eagle3 has weights, .* ngram or none"):
-        require_draft(config, None)
-    require_draft(config, run_of())
-    require_draft(ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(kind="ngram"))), None)
+        require_draft_weights(config, None)
+    require_draft_weights(config, run_of())
+    require_draft_weights(
+        ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(kind="ngram"))), None
+    )
 
 
 def test_a_folder_belongs_to_what_has_answered_there(tmp_path: Path) -> None:
     def claimed(**changes: Any) -> None:
         config = tiny_config(tiny_model(vocab=24, dtype="float32"), **changes)
-        claim(make_job(config, small_mesh()), tmp_path, None)
+        claim_folder(make_job(config, small_mesh()), tmp_path, None)
 
     claimed(seed=1)
     claimed(seed=2)  # the first has answered nothing
-    Records(tmp_path, 0).write(0, [{"set": "a", "problem": 0}])
+    RecordFile(tmp_path, 0).append_records(0, [{"set": "a", "problem": 0}])
     claimed(seed=2, staged=True)
     with pytest.raises(ConfigError, match=r"another evaluation: config\.seed: 2 -> 3\."):
         claimed(seed=3)

@@ -21,18 +21,19 @@ from jaxspec.config.settings import (
     SetConfig,
 )
 from jaxspec.data.problems import load_sets
-from jaxspec.data.scoring import scorer_of
-from jaxspec.evaluation.evaluator import Evaluator, metrics_of
-from jaxspec.evaluation.in_run import Evaluations
-from jaxspec.evaluation.program import asking_step, measuring, own_settings
-from jaxspec.evaluation.records import Records, compare
-from jaxspec.host.batches import Batches
+from jaxspec.data.scoring import make_scorers
+from jaxspec.evaluation.evaluator import Evaluator, to_metrics
+from jaxspec.evaluation.program import build_evaluation_step, differing_settings, evaluation_config
+from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.host.job import Job, make_job
-from jaxspec.host.run_state import Pending, RunState
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.run.evaluations import Evaluations
+from jaxspec.run.start import empty_history
+from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import EOS, FAILED, Prompts, Rollout
 from tests.conftest import small_mesh
+from tests.host.batches import batches_of
 
 PROMPTS, GROUP = 8, 2
 SETS = (
@@ -105,8 +106,8 @@ def policy(job: Job) -> Policy:
 @pytest.fixture
 def evaluator(job: Job, policy: Policy) -> Evaluator:
     sets = load_sets(CONFIG, job.tokenizer)
-    batches = Batches(job, sets, scorer_of(CONFIG))
-    return Evaluator(batches, CONFIG, 2 * GROUP, policy)
+    batches = batches_of(job, sets, make_scorers(CONFIG))
+    return Evaluator(batches.source, batches.scorer, CONFIG, 2 * GROUP, policy)
 
 
 def never() -> bool:
@@ -146,7 +147,7 @@ def test_every_problem_of_every_set_is_answered_as_often_as_asked(
 def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator) -> None:
     _, records = evaluator("", never)
     assert records is not None
-    found = evaluator.estimated(records)
+    found = evaluator.estimate_sets(records)
     for name, votes in (("sums", 0.5), ("differences", 1.0)):
         operands = [first for first in firsts(evaluator, name, records) if first != 4]
         odd = sum(first % 2 for first in operands) / len(operands)
@@ -156,7 +157,7 @@ def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator) -> None
         assert found[name]["pass@4"].value == 1.0
         # an odd sum has two votes for each of two answers, an odd difference none for the other
         assert found[name]["cons@4"].value == pytest.approx(1 - odd * (1 - votes))
-    metrics = metrics_of(found)
+    metrics = to_metrics(found)
     assert metrics["eval/sums/avg@4"] == found["sums"]["avg@4"].value
     assert metrics["eval/sums/avg@4/low"] <= metrics["eval/sums/avg@4"]
 
@@ -169,9 +170,9 @@ def test_a_stop_comes_between_calls(evaluator: Evaluator, policy: Policy) -> Non
 def test_what_is_left_is_what_has_no_record(evaluator: Evaluator) -> None:
     _, records = evaluator("", never)
     assert records is not None
-    assert evaluator.left(records) == []
-    assert [part.name for part in evaluator.left(records[:6])] == ["differences"]
-    assert [part.name for part in evaluator.left(records[1:])] == ["sums"]
+    assert evaluator.remaining_chunks(records) == []
+    assert [part.set_name for part in evaluator.remaining_chunks(records[:6])] == ["differences"]
+    assert [part.set_name for part in evaluator.remaining_chunks(records[1:])] == ["sums"]
 
 
 def test_the_best_checkpoint_is_known_by_its_metric(
@@ -210,16 +211,17 @@ def test_a_resumed_run_keeps_the_records_that_it_will_not_make_again(
     """The batch that is pending: its evaluation is in its line, or is made once more."""
     evaluations = Evaluations(job, evaluator, tmp_path)
     state, finished = jax.eval_shape(job.step.fresh), job.step.nothing_finished(PROMPTS * GROUP)
-    for line, kept in (({"step": 4, "eval/sums/avg@4": 0.5}, [0, 4]), ({"step": 4}, [0])):
+    for metrics, kept in (({"eval/sums/avg@4": 0.5}, [0, 4]), ({}, [0])):
         lines = [{"step": step, "set": "sums"} for step in (0, 4, 8)]
         (tmp_path / "evaluations.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
-        run = RunState(state, finished, batch=5, rollouts=5, pending=Pending(line, []))
+        queue = [QueuedBatch(finished, BatchRecord(4, metrics, []))]
+        run = RunState(state, empty_history(CONFIG), queue, generated=5, learned=4)
         evaluations.cut_back(run)
-        assert [record["step"] for record in Records(tmp_path, 0).read()] == kept
+        assert [record["step"] for record in RecordFile(tmp_path, 0).load_records()] == kept
 
 
 def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> None:
-    assert own_settings(CONFIG) == []
+    assert differing_settings(CONFIG) == []
     cases: list[tuple[dict[str, Any], str]] = [
         ({"samples": 3}, "eval.samples 3, no multiple of batch.group_size 2"),
         ({"temperature": 0.0}, "eval.temperature 0.0"),
@@ -231,13 +233,15 @@ def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> 
     ]
     for settings, told in cases:
         config = dataclasses.replace(CONFIG, eval=EvalConfig(**settings))
-        assert own_settings(config) == [told]
-    made = measuring(dataclasses.replace(CONFIG, eval=EvalConfig(samples=5, top_p=0.9)), shards=4)
+        assert differing_settings(config) == [told]
+    made = evaluation_config(
+        dataclasses.replace(CONFIG, eval=EvalConfig(samples=5, top_p=0.9)), shards=4
+    )
     assert (made.batch.prompts, made.batch.group_size) == (4, 5)  # at least a prompt a shard
     assert (made.rollout.top_p, made.rollout.temperature) == (0.9, 1.0)
     nothing = EvalConfig(top_k=0, min_new_tokens=0, stop=())
-    assert own_settings(dataclasses.replace(CONFIG, eval=nothing)) == []
-    alone = measuring(dataclasses.replace(CONFIG, eval=EvalConfig(samples=1)), shards=4)
+    assert differing_settings(dataclasses.replace(CONFIG, eval=nothing)) == []
+    alone = evaluation_config(dataclasses.replace(CONFIG, eval=EvalConfig(samples=1)), shards=4)
     assert (alone.batch.prompts, alone.batch.group_size) == (16, 1)
 
 
@@ -246,11 +250,11 @@ def test_an_evaluation_samples_as_it_says(job: Job) -> None:
     recipe = EvalConfig(temperature=0.6, top_k=20, top_p=0.95, min_new_tokens=2, stop=("#",))
     trained = dataclasses.replace(CONFIG.rollout, top_k=5, min_new_tokens=4, stop=("=",))
     config = dataclasses.replace(CONFIG, rollout=trained, eval=recipe)
-    settings = asking_step(job, measuring(config, 1)).generator.settings
+    settings = build_evaluation_step(job, evaluation_config(config, 1)).generator.settings
     processing = settings.processing
     assert (processing.temperature, processing.top_k, processing.top_p) == (0.6, 20, 0.95)
     assert processing.min_new_tokens == 2
-    hash_, equals = job.tokenizer.stop_table(("#",)), job.tokenizer.stop_table(("=",))
+    hash_, equals = job.tokenizer.build_stop_table(("#",)), job.tokenizer.build_stop_table(("=",))
     block = jnp.asarray([job.tokenizer.encode("#"), job.tokenizer.encode("=")])
     for table, stops in (
         (settings.stop, [[True], [False]]),
@@ -260,7 +264,7 @@ def test_an_evaluation_samples_as_it_says(job: Job) -> None:
         assert table is not None
         assert table(jnp.zeros(2, jnp.int32), block)[0].tolist() == stops
     freed = dataclasses.replace(config, eval=EvalConfig(top_k=0, min_new_tokens=0, stop=()))
-    settings = asking_step(job, measuring(freed, 1)).generator.settings
+    settings = build_evaluation_step(job, evaluation_config(freed, 1)).generator.settings
     assert (settings.processing.top_k, settings.processing.min_new_tokens) == (0, 0)
     assert settings.stop is None
 
@@ -268,11 +272,11 @@ def test_an_evaluation_samples_as_it_says(job: Job) -> None:
 def test_an_evaluation_ends_with_the_special_tokens_that_it_names(job: Job) -> None:
     """Not with those that training names."""
     trained = dataclasses.replace(CONFIG.rollout, stop=("<pad>",))
-    tokenizer = job.tokenizer.ending_with(trained.stop, ())
+    tokenizer = job.tokenizer.with_stops(trained.stop, ())
     assert tokenizer.stop_ids == (1, 0)
     config = dataclasses.replace(CONFIG, rollout=trained, eval=EvalConfig(stop=("<unk>",)))
     run = dataclasses.replace(job, config=config, tokenizer=tokenizer)
-    settings = asking_step(run, measuring(config, 1)).generator.settings
+    settings = build_evaluation_step(run, evaluation_config(config, 1)).generator.settings
     assert settings.processing.stop_ids == (1, 3)
     assert settings.stop is None
 
@@ -283,7 +287,7 @@ def lines_of(folder: Path, step: int, shares: dict[str, list[bool | None]], **ch
         {"set": "sums", "problem": i, "prompt": prompt, "correct": correct} | changes
         for i, (prompt, correct) in enumerate(shares.items())
     ]
-    Records(folder, 0).write(step, lines)
+    RecordFile(folder, 0).append_records(step, lines)
 
 
 def test_two_evaluations_are_compared_by_problem(tmp_path: Path) -> None:
@@ -291,11 +295,15 @@ def test_two_evaluations_are_compared_by_problem(tmp_path: Path) -> None:
     lines_of(first, 0, {"1+1=": [True, False], "2+1=": [None, None], "3+1=": [False, False]})
     lines_of(second, 0, {"1+1=": [False, False], "2+1=": [True, True], "3+1=": [False, False]})
     lines_of(second, 20, {"1+1=": [True, True], "2+1=": [True, True], "3+1=": [None, True]})
-    found = compare(str(first), str(second))["sums"]
+    found = compare_evaluations(str(first), str(second))["sums"]
     assert (found.estimate.value, found.estimate.problems) == (pytest.approx(0.75), 2)
-    assert compare(str(first), f"{second}:0")["sums"].estimate.value == pytest.approx(-0.25)
-    Records(second, 0).cut_back(20)
-    assert compare(str(first), str(second))["sums"].estimate.value == pytest.approx(-0.25)
+    assert compare_evaluations(str(first), f"{second}:0")["sums"].estimate.value == pytest.approx(
+        -0.25
+    )
+    RecordFile(second, 0).truncate_from(20)
+    assert compare_evaluations(str(first), str(second))["sums"].estimate.value == pytest.approx(
+        -0.25
+    )
 
 
 def test_evaluations_are_compared_by_their_problems_not_by_their_prompts(tmp_path: Path) -> None:
@@ -306,7 +314,7 @@ def test_evaluations_are_compared_by_their_problems_not_by_their_prompts(tmp_pat
         lines_of(folder, 0, {prompts.format("2+1="): [folder == second]}, question="2+1= ")
     lines = second / "evaluations.jsonl"
     lines.write_text(lines.read_text().replace("2+1= ", " 2+1="))
-    found = compare(str(first), str(second))["sums"].estimate
+    found = compare_evaluations(str(first), str(second))["sums"].estimate
     assert (found.value, found.problems) == (pytest.approx(0.5), 2)
 
 
@@ -315,7 +323,7 @@ def test_an_evaluation_without_questions_is_compared_by_its_prompts(tmp_path: Pa
     first, second = tmp_path / "first", tmp_path / "second"
     lines_of(first, 0, {"user: 1+1=": [True]})
     lines_of(second, 0, {"user: 1+1=": [False]}, question="1+1=")
-    found = compare(str(first), str(second))["sums"].estimate
+    found = compare_evaluations(str(first), str(second))["sums"].estimate
     assert (found.value, found.problems) == (pytest.approx(-1), 1)
 
 
@@ -331,12 +339,12 @@ def test_evaluations_that_cannot_be_compared(tmp_path: Path) -> None:
         (third, r"evaluations\.jsonl, line 1 has no correct"),
     ):
         with pytest.raises(ConfigError, match=told):
-            compare(str(first), str(other))
+            compare_evaluations(str(first), str(other))
 
 
 def test_a_torn_line_is_dropped(tmp_path: Path) -> None:
     lines_of(tmp_path, 0, {"1+1=": [True], "2+1=": [True]})
-    records = Records(tmp_path, 0)
+    records = RecordFile(tmp_path, 0)
     records.file.write_text(records.file.read_text()[:-9])
-    records.cut_back(float("inf"))
+    records.truncate_from(float("inf"))
     assert [json.loads(line)["problem"] for line in records.file.read_text().splitlines()] == [0]

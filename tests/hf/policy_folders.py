@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.hf import tensor_files
-from jaxspec.hf.pretrained import Checkpoint, policy_checkpoint, policy_config
-from jaxspec.hf.tensor_files import WEIGHTS, write_tensors
+from jaxspec.hf.pretrained import HfCheckpoint, load_policy_config, open_policy_checkpoint
+from jaxspec.hf.tensor_files import WEIGHTS_FILE, write_tensors
 from jaxspec.inputs.json_keys import read_json
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.mesh import TRAIN_RULES, shardings
@@ -23,8 +23,8 @@ MODEL = tiny_model(dtype="float32")
 def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same checkpoint in several files with an index."""
     monkeypatch.setattr(tensor_files, "SHARD_BYTES", 4000)
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
+    tensors = load_file(folder / WEIGHTS_FILE)
+    (folder / WEIGHTS_FILE).unlink()
     list(
         write_tensors(
             folder,
@@ -44,13 +44,13 @@ def shapes_of(config: ModelSpec, data: int = 1, tensor: int = 1) -> Any:
     )
 
 
-def opened(folder: Path, **model: Any) -> Checkpoint:
-    config = policy_config(ModelSpec(path=str(folder), **model))
-    return policy_checkpoint(config, shapes_of(config))
+def opened(folder: Path, **model: Any) -> HfCheckpoint:
+    config = load_policy_config(ModelSpec(path=str(folder), **model))
+    return open_policy_checkpoint(config, shapes_of(config))
 
 
 NORM = "model.norm.weight"
 
 
 def file_of(folder: Path, tensor: str) -> str:
-    return read_json(folder / f"{WEIGHTS}.index.json")["weight_map"][tensor]
+    return read_json(folder / f"{WEIGHTS_FILE}.index.json")["weight_map"][tensor]

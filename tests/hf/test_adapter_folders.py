@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.hf.pretrained import merger, policy_checkpoint, policy_config
+from jaxspec.hf.pretrained import load_policy_config, make_adapter_merger, open_policy_checkpoint
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import ModelSpec
 from tests.hf.policy_folders import shapes_of
@@ -83,7 +83,7 @@ def test_settings_of_adapters_of_another_type_are_named(
         {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
     )
     with pytest.raises(ConfigError, match=rf"^{lora}.*adapter_config\.json.*{words}"):
-        merger(str(lora), shapes_of(policy_config(ModelSpec(path=str(folder)))))
+        make_adapter_merger(str(lora), shapes_of(load_policy_config(ModelSpec(path=str(folder)))))
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ def test_adapters_of_another_type_are_named(
         lora / "adapter_model.safetensors",
     )
     with pytest.raises(ConfigError, match=rf"^{lora}.*{words}"):
-        merger(str(lora), shapes_of(policy_config(ModelSpec(path=str(folder)))))
+        make_adapter_merger(str(lora), shapes_of(load_policy_config(ModelSpec(path=str(folder)))))
 
 
 def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path: Path) -> None:
     """W + alpha / r * B A on a mesh, by hand; adapters for another model are refused with nothing
     but shapes at hand."""
-    lora, config = tmp_path / "lora", policy_config(ModelSpec(path=str(folder)))
+    lora, config = tmp_path / "lora", load_policy_config(ModelSpec(path=str(folder)))
     lora.mkdir()
     random = np.random.default_rng(0)
     a = random.normal(size=(2, 16)).astype(np.float32)
@@ -145,10 +145,10 @@ def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path:
         {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
     )
     shapes = shapes_of(config, 2, 2)
-    before = policy_checkpoint(config, shapes).load(lambda _: None)
+    before = open_policy_checkpoint(config, shapes).load(lambda _: None)
     wanted, layout = np.asarray(before.layers.query[...]).copy(), before.layers.query[...].sharding
     wanted[1] += 3 * (b @ a).T.reshape(16, 4, 4)
-    found = merger(str(lora), shapes)(before)
+    found = make_adapter_merger(str(lora), shapes)(before)
     np.testing.assert_allclose(found.layers.query[...], wanted, rtol=0, atol=1e-5)
     assert found.layers.query[...].sharding == layout
     save_file(
@@ -156,7 +156,7 @@ def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path:
         lora / "adapter_model.safetensors",
     )
     with pytest.raises(ConfigError, match=r"lora_A\.weight has shape \[2, 8\]"):
-        merger(str(lora), shapes)
+        make_adapter_merger(str(lora), shapes)
     b[3, 1] = np.inf
     save_file(
         {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora / "adapter_model.safetensors"
@@ -168,4 +168,4 @@ def test_adapters_are_checked_before_and_merged_in_place(folder: Path, tmp_path:
             r" not finite"
         ),
     ):
-        merger(str(lora), shapes)
+        make_adapter_merger(str(lora), shapes)

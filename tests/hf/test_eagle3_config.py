@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jaxspec.config import presets
-from jaxspec.hf.eagle3_config import Form, draft_config_json, head_config
+from jaxspec.hf.eagle3_config import HeadFormat, head_config_json, parse_head_config
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec, RopeSpec
-from jaxspec.models.eagle3 import llama_head
+from jaxspec.models.eagle3 import llama_head_spec
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 4096,
@@ -30,14 +30,16 @@ SPECULATORS: dict[str, Any] = {
     },
 }  # fmt: skip
 IDS = "eagle_aux_hidden_state_layer_ids"
-QWEN3_8B = ModelSpec.of(presets.QWEN3_8B)
+QWEN3_8B = ModelSpec.from_config(presets.QWEN3_8B)
 
 
 def read(
     raw: dict[str, Any], convention: Any = "auto", target: ModelSpec = QWEN3_8B
 ) -> tuple[ModelSpec, HeadSpec, int, str]:
     told: list[str] = []
-    return *head_config(raw, "draft/config.json", convention, target, told.append), "\n".join(told)
+    return *parse_head_config(raw, "draft/config.json", convention, target, told.append), "\n".join(
+        told
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,12 +271,17 @@ def test_other_drafts_and_heads_for_other_policies_are_refused(
     ],
 )
 def test_what_is_written_is_read_back(
-    head: HeadSpec, sizes: dict[str, Any], vocab: int, form: Form
+    head: HeadSpec, sizes: dict[str, Any], vocab: int, form: HeadFormat
 ) -> None:
     config = ModelSpec(
-        **{**vars(llama_head(QWEN3_8B)), "tied": False, "rope": RopeSpec(context=32768), **sizes}
+        **{
+            **vars(llama_head_spec(QWEN3_8B)),
+            "tied": False,
+            "rope": RopeSpec(context=32768),
+            **sizes,
+        }
     )
-    written = json.loads(json.dumps(draft_config_json(config, head, QWEN3_8B, form, vocab)))
+    written = json.loads(json.dumps(head_config_json(config, head, QWEN3_8B, form, vocab)))
     assert read(written)[:3] == (config, head, vocab)
     named = IDS in written or IDS in written["eagle_config"]
     # the default layers are the only spelling that all engines read alike
@@ -293,9 +300,10 @@ def test_what_is_written_is_read_back(
 def test_a_raw_config_cannot_name_layer_1_first() -> None:
     head = HeadSpec(taps=(1, 17, 32))
     with pytest.raises(ConfigError, match="write the speculators form"):
-        draft_config_json(llama_head(QWEN3_8B), head, QWEN3_8B, "raw", 0)
+        head_config_json(llama_head_spec(QWEN3_8B), head, QWEN3_8B, "raw", 0)
     assert (
-        read(draft_config_json(llama_head(QWEN3_8B), head, QWEN3_8B, "speculators", 0))[1] == head
+        read(head_config_json(llama_head_spec(QWEN3_8B), head, QWEN3_8B, "speculators", 0))[1]
+        == head
     )
 
 

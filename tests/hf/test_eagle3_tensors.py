@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.mtp import mtp_arrays, mtp_form
-from jaxspec.hf.draft_tensors import filled
-from jaxspec.hf.eagle3_config import Form, draft_config_json, head_config
-from jaxspec.hf.eagle3_tensors import head_arrays, normal_names, settle
+from jaxspec.hf.draft_tensors import replace_leaves
+from jaxspec.hf.eagle3_config import HeadFormat, head_config_json, parse_head_config
+from jaxspec.hf.eagle3_tensors import head_arrays, normalize_names, reconcile_with_tensors
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec
 from jaxspec.models.decoder import Decoder
@@ -88,8 +88,8 @@ def network(case: Any) -> Eagle3:
     return with_vocabulary(made, IDS) if chosen.vocab else made
 
 
-def config_of(made: Eagle3, form: Form) -> dict[str, Any]:
-    return draft_config_json(
+def config_of(made: Eagle3, form: HeadFormat) -> dict[str, Any]:
+    return head_config_json(
         made.config,
         made.form,
         target().config,
@@ -100,11 +100,11 @@ def config_of(made: Eagle3, form: Form) -> dict[str, Any]:
 
 def read(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Eagle3:
     """The way of a folder into a network."""
-    sizes, form, vocab = head_config(config, "here", "auto", target().config, str)
-    named = normal_names(tensors, "here")
-    sizes, form = settle(sizes, form, named, lent()["embedding"], str)
+    sizes, form, vocab = parse_head_config(config, "here", "auto", target().config, str)
+    named = normalize_names(tensors, "here")
+    sizes, form = reconcile_with_tensors(sizes, form, named, lent()["embedding"], str)
     shapes = jax.eval_shape(lambda: Eagle3(sizes, form, target().config, jax.random.key(0), vocab))
-    return filled(shapes, head_arrays(sizes, form, named, lent(), "here"))
+    return replace_leaves(shapes, head_arrays(sizes, form, named, lent(), "here"))
 
 
 def assert_same_tensors(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
@@ -157,12 +157,14 @@ def said(made: Eagle3, features: jax.Array) -> jax.Array:
     """Logits of our own network at all true slots, then of recurrent steps on `DRAFTED`."""
     positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
     tokens = jnp.asarray([TOKENS[1:]], jnp.int32)
-    hidden, mask = made.read(features), up_to_position(positions, features.shape[1])
+    hidden, mask = made.to_hidden(features), up_to_position(positions, features.shape[1])
     caches: dict[int, Any] = {}
     laws = []
     for step in range(1 + len(DRAFTED)):
         for layer in range(made.stack):
-            heads = made.heads(layer, hidden, made.embed(target(), tokens), positions)
+            heads = made.attention_inputs(
+                layer, hidden, made.embed_tokens(target(), tokens), positions
+            )
             old = caches.get(layer)
             keys, values = (
                 (heads.key, heads.value)
@@ -170,7 +172,9 @@ def said(made: Eagle3, features: jax.Array) -> jax.Array:
                 else (jnp.concatenate(pair, 1) for pair in zip(old, heads[1:3], strict=True))
             )
             caches[layer] = keys, values
-            hidden = made.finish(layer, heads.residual, attend(heads.query, keys, values, mask))
+            hidden = made.layer_output(
+                layer, heads.residual, attend(heads.query, keys, values, mask)
+            )
         laws.append(made.logits(target(), hidden)[0])
         if step < len(DRAFTED):
             hidden, positions = hidden[:, -1:], positions[:, -1:] + 1
@@ -238,12 +242,12 @@ def test_the_tensors_decide_about_the_size_of_a_head() -> None:
     told: list[str] = []
     config = config_of(made, "speculators")
     config["transformer_layer_config"].pop("head_dim")
-    sizes, form, _ = head_config(config, "here", "auto", target().config, told.append)
+    sizes, form, _ = parse_head_config(config, "here", "auto", target().config, told.append)
     assert sizes.head_size == 2
-    settled, _ = settle(
+    settled, _ = reconcile_with_tensors(
         sizes,
         form,
-        normal_names(draft_tensors(made, "raw"), "here"),
+        normalize_names(draft_tensors(made, "raw"), "here"),
         lent()["embedding"],
         told.append,
     )
@@ -327,7 +331,7 @@ def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bo
         "model.layers.36.embed_tokens.weight": lent()["embedding"],
         "model.layers.37.shared_head.head.weight": lent()["head"].T,
     }
-    found = filled(
+    found = replace_leaves(
         made, mtp_arrays(made.config, embedding_first, {**tensors, **copies}, lent(), 36)
     )
     for path, array in numpy_weights(made).items():
@@ -347,6 +351,6 @@ def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bo
 def test_a_network_is_filled_wholly(arrays: dict[str, np.ndarray], said: str) -> None:
     whole = {name: array for name, array in numpy_weights(network(0)).items() if name != "fuse"}
     with pytest.raises(ConfigError, match=said):
-        filled(network(0), {**whole, **arrays})
+        replace_leaves(network(0), {**whole, **arrays})
     with pytest.raises(ConfigError, match="no other, which was loaded"):
-        filled(network(0), {**numpy_weights(network(0)), "other": np.zeros(2)})
+        replace_leaves(network(0), {**numpy_weights(network(0)), "other": np.zeros(2)})

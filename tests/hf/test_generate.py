@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.drafts.lookup import ngram, preferring
 from jaxspec.drafts.recurrent import recurrent
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts
 from tests.conftest import eagle3, no_history, tiny_network

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.config.from_checkpoint import resolved
+from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.config.settings import Config
-from jaxspec.hf.tensor_files import WEIGHTS, open_tensors
+from jaxspec.hf.tensor_files import WEIGHTS_FILE, open_tensors
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.json_keys import read_json
 from jaxspec.inputs.spec import ModelConfig
@@ -21,7 +21,7 @@ from tests.hf.policy_folders import NORM, file_of, opened, split
 
 def test_a_damaged_index_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split(folder, monkeypatch)
-    index = folder / f"{WEIGHTS}.index.json"
+    index = folder / f"{WEIGHTS_FILE}.index.json"
     places = read_json(index)
     lost = sorted(folder.glob("*.safetensors"))[1]
     hidden = lost.rename(lost.with_suffix(".away"))
@@ -59,7 +59,7 @@ def test_an_index_may_only_name_files_beside_it(
 ) -> None:
     """Whatever lies at the other end: here the checkpoint itself, whole."""
     split(folder, monkeypatch)
-    index, elsewhere = folder / f"{WEIGHTS}.index.json", folder.parent / "other.safetensors"
+    index, elsewhere = folder / f"{WEIGHTS_FILE}.index.json", folder.parent / "other.safetensors"
     places = read_json(index)["weight_map"]
     shutil.copy(folder / places[NORM], elsewhere)
     index.write_text(json.dumps({"weight_map": {**places, NORM: shard}}))
@@ -75,13 +75,13 @@ def test_an_index_may_only_name_files_beside_it(
 
 @pytest.mark.parametrize("places", [3, [], "x", {}, None])
 def test_an_index_of_another_type_is_named(folder: Path, places: Any) -> None:
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(ConfigError, match=r"index\.json: .*weight_map"):
         opened(folder)
 
 
 def test_several_files_hold_what_one_would(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = load_file(folder / WEIGHTS)
+    one = load_file(folder / WEIGHTS_FILE)
     several = open_tensors(split(folder, monkeypatch))
     assert several.keys() == one.keys()
     for name, stored in several.items():
@@ -91,17 +91,17 @@ def test_several_files_hold_what_one_would(folder: Path, monkeypatch: pytest.Mon
         for file in folder.glob("*.safetensors")
     }
     assert all(size <= 4000 or len(load_file(file)) == 1 for file, size in sizes.items())
-    assert read_json(folder / f"{WEIGHTS}.index.json")["metadata"]["total_size"] == sum(
+    assert read_json(folder / f"{WEIGHTS_FILE}.index.json")["metadata"]["total_size"] == sum(
         sizes.values()
     )
 
 
 def _older(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Puts the shards of another training, and their index, beside the checkpoint in one file."""
-    one = load_file(folder / WEIGHTS)
+    one = load_file(folder / WEIGHTS_FILE)
     split(folder, monkeypatch)
-    shards = [*folder.glob("model-*.safetensors"), folder / f"{WEIGHTS}.index.json"]
-    save_file(one, folder / WEIGHTS)
+    shards = [*folder.glob("model-*.safetensors"), folder / f"{WEIGHTS_FILE}.index.json"]
+    save_file(one, folder / WEIGHTS_FILE)
     return shards
 
 
@@ -110,12 +110,12 @@ def test_two_sets_of_weights_are_refused_until_one_is_moved_away(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
     shards = _older(folder, monkeypatch)
-    index = f"{WEIGHTS}.index.json"
+    index = f"{WEIGHTS_FILE}.index.json"
     with pytest.raises(ConfigError, match="two sets of weights") as error:
         opened(folder)
-    assert f"move {WEIGHTS} or {index} to another folder" in str(error.value)
+    assert f"move {WEIGHTS_FILE} or {index} to another folder" in str(error.value)
     if kept == "the shards":
-        (folder / WEIGHTS).rename(tmp_path / WEIGHTS)
+        (folder / WEIGHTS_FILE).rename(tmp_path / WEIGHTS_FILE)
         opened(folder)
         return
     (folder / index).rename(tmp_path / index)
@@ -140,8 +140,8 @@ def test_shards_that_no_index_names_are_refused(
 
 
 def test_an_index_may_name_the_file_itself(folder: Path) -> None:
-    places = dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
+    places = dict.fromkeys(load_file(folder / WEIGHTS_FILE), WEIGHTS_FILE)
+    (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps({"weight_map": places}))
     opened(folder)
 
 
@@ -161,7 +161,7 @@ def test_weights_that_are_not_read_are_said(folder: Path) -> None:
         (folder / name).write_bytes(b"")
     character_tokenizer().save(str(folder))
     told: list[str] = []
-    resolved(Config(model=ModelConfig(path=str(folder))), told.append)
+    resolve_config(Config(model=ModelConfig(path=str(folder))), told.append)
     assert len(told) == 2
     assert f"{adapters} are not merged; --lora.path {folder} merges them" in told[0]
     assert told[1].endswith("not consolidated.safetensors, pytorch_model.bin")

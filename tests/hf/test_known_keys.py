@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.hf.eagle3_config import head_config
-from jaxspec.hf.policy_config import config_json, model_config
+from jaxspec.hf.eagle3_config import parse_head_config
+from jaxspec.hf.policy_config import parse_policy_config, policy_config_json
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import ModelSpec
 from tests.hf.test_eagle3_config import QWEN3_8B, SPECULATORS
@@ -94,10 +94,12 @@ def test_attn_factor_multiplies_the_usual_factor_as_in_vllm(tmp_path: Path) -> N
     assert config.rope.attention_factor == pytest.approx(1.0, abs=1e-12)
     half = read(rope_scaling={**YARN, "attn_factor": 0.5})
     assert half.rope.attention_factor == pytest.approx(0.5 * (0.1 * math.log(4.0) + 1))
-    written = json.loads(json.dumps(config_json(half, "float32", {})))["rope_scaling"]
+    written = json.loads(json.dumps(policy_config_json(half, "float32", {})))["rope_scaling"]
     assert written["attention_factor"] == half.rope.attention_factor
     assert written["attn_factor"] == pytest.approx(0.5)
-    again = model_config(config_json(half, "float32", {}), "FOLDER/config.json", ModelSpec())
+    again = parse_policy_config(
+        policy_config_json(half, "float32", {}), "FOLDER/config.json", ModelSpec()
+    )
     assert again.rope == half.rope
 
 
@@ -124,7 +126,7 @@ def test_every_key_that_transformers_writes_is_known(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")()
     written = json.loads(config.to_json_string(use_diff=False))
-    model_config({**written, "architectures": [f"{family}ForCausalLM"]}, "C", ModelSpec())
+    parse_policy_config({**written, "architectures": [f"{family}ForCausalLM"]}, "C", ModelSpec())
 
 
 FLAGS = {
@@ -136,7 +138,7 @@ FLAGS = {
 
 
 def _head(raw: dict[str, Any]) -> Any:
-    return head_config(raw, "draft/config.json", "auto", QWEN3_8B, lambda _: None)
+    return parse_head_config(raw, "draft/config.json", "auto", QWEN3_8B, lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.from_checkpoint import read_draft, resolved
+from jaxspec.config.from_checkpoint import read_draft, resolve_config
 from jaxspec.config.settings import DraftConfig, ResolvedConfig, RolloutConfig
 from jaxspec.drafts.kinds import build_network
 from jaxspec.inputs.spec import FamilySpec, ModelSpec
@@ -32,17 +32,17 @@ MIMO = FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True)
 @jax.jit
 def said(mtp: Mtp, target: Decoder, features: jax.Array) -> jax.Array:
     """Logits of our first layer at all true slots, then of recurrent steps on `DRAFTED`."""
-    hidden, true = mtp.read(features), features.shape[1]
+    hidden, true = mtp.to_hidden(features), features.shape[1]
     positions = jnp.arange(true, dtype=jnp.int32)[None]
     tokens = jnp.asarray([TOKENS[1:]], jnp.int32)
     mask = up_to_position(positions, true)
     keys = values = jnp.zeros((1, 0, mtp.config.kv_heads, mtp.config.head_size), features.dtype)
     laws = []
     for step in range(1 + len(DRAFTED)):
-        heads = mtp.heads(0, hidden, mtp.embed(target, tokens), positions)
+        heads = mtp.attention_inputs(0, hidden, mtp.embed_tokens(target, tokens), positions)
         keys = jnp.concatenate([keys, heads.key], axis=1)
         values = jnp.concatenate([values, heads.value], axis=1)
-        hidden = mtp.finish(0, heads.residual, attend(heads.query, keys, values, mask))
+        hidden = mtp.layer_output(0, heads.residual, attend(heads.query, keys, values, mask))
         laws.append(mtp.logits(target, hidden)[0])
         if step < len(DRAFTED):
             hidden = hidden[:, -1:]
@@ -111,7 +111,7 @@ def test_a_mimo_folder_gives_the_policy_and_its_own_draft(tmp_path: Path) -> Non
         model=ModelSpec(path=str(tmp_path), dtype="float64", remat=False),
         rollout=RolloutConfig(draft=DraftConfig(kind="mtp")),
     )
-    config = resolved(config, print)
+    config = resolve_config(config, print)
     draft = config.rollout.draft
     assert (config.model.family, draft.path, draft.layers, draft.embedding_first) == (
         MIMO,

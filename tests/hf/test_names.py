@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.hf.names import Row, policy_rows, their_slices, to_ours, to_theirs
-from jaxspec.hf.pretrained import tensors_of
+from jaxspec.hf.names import WeightMapping, policy_mappings, tensor_slices, to_tensor, to_weight
+from jaxspec.hf.pretrained import stream_tensors
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import cast
+from jaxspec.models.layers import cast_floats
 from tests.conftest import small_mesh
 from tests.hf_checkpoints import CASES, load, logits, make, tokens_of, whole
 
@@ -62,7 +62,7 @@ def test_bfloat16_is_as_close_as_its_rounding(name: str, tmp_path: Path) -> None
     tokens = tokens_of()
     policy = load(tmp_path, dtype="bfloat16")
     exact = np.asarray(whole(policy, jnp.asarray(tokens)))
-    ours = np.abs(np.asarray(whole(cast(policy, jnp.bfloat16), jnp.asarray(tokens))) - exact)
+    ours = np.abs(np.asarray(whole(cast_floats(policy, jnp.bfloat16), jnp.asarray(tokens))) - exact)
     theirs = np.abs(logits(model, tokens) - exact)
     assert theirs.max() > 0.01
     assert ours.mean() < 1.25 * theirs.mean()
@@ -92,7 +92,7 @@ def test_export_undoes_import(name: str, tmp_path: Path) -> None:
     dtype = next(iter(stored.values())).dtype
     made = {
         tensor: build()
-        for tensor, _, build in tensors_of(policy_rows(policy.config), policy, dtype)
+        for tensor, _, build in stream_tensors(policy_mappings(policy.config), policy, dtype)
     }
     assert made.keys() == stored.keys()
     for tensor, values in made.items():
@@ -107,18 +107,18 @@ def test_export_undoes_import(name: str, tmp_path: Path) -> None:
 )
 def test_slices_are_those_of_the_whole(layout: str) -> None:
     """Any slice of ours comes from a slice of theirs."""
-    row = Row("", "", layout)
+    row = WeightMapping("", "", layout)
     ours = layout.split("->")[1].split()
     shape = tuple({"N": 4, "H": 3, "D": 6, "F": 5}[axis] for axis in ours)
     weight = np.arange(np.prod(shape)).reshape(shape)
-    tensor = to_theirs(row, weight)
-    np.testing.assert_array_equal(to_ours(row, tensor, shape), weight)
+    tensor = to_tensor(row, weight)
+    np.testing.assert_array_equal(to_weight(row, tensor, shape), weight)
     for index in (
         tuple(slice(None) for _ in shape),
         tuple(slice(1, 3) for _ in shape),
         tuple(slice(0, size - 1) for size in shape),
     ):
-        outer, inner_shape, inner = their_slices(row, index, shape)
+        outer, inner_shape, inner = tensor_slices(row, index, shape)
         np.testing.assert_array_equal(
-            to_ours(row, tensor[outer], inner_shape)[inner], weight[index]
+            to_weight(row, tensor[outer], inner_shape)[inner], weight[index]
         )

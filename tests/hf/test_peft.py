@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.config.settings import LoraConfig
-from jaxspec.hf.peft import adapter_config, adapter_tensors, merge_adapters
+from jaxspec.hf.peft import adapter_config_json, adapter_tensors, merge_adapters
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import TARGETS, merged
+from jaxspec.models.lora import TARGETS, merge_lora
 from tests.conftest import tiny_network
 from tests.models.adapters import MODEL, TOKENS, adapted, logits, same_bits
 from tests.twins import numpy_weights
@@ -27,20 +27,24 @@ def test_exported_adapters_merge_to_the_same_bits() -> None:
     """Into the base that they were trained beside; a layer that PEFT left out stays as it is."""
     network, base = adapted(), tiny_network(Decoder, MODEL, 1)
     tensors = adapter_tensors(network)
-    config = adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
+    config = adapter_config_json(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
     assert tensors["base_model.model.model.layers.3.self_attn.k_proj.lora_B.weight"].shape == (
         12,
         3,
     )
     assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"].shape == (3, 20)
-    assert same_bits(merge_adapters(base, tensors, json.loads(json.dumps(config))), merged(network))
+    assert same_bits(
+        merge_adapters(base, tensors, json.loads(json.dumps(config))), merge_lora(network)
+    )
     assert same_bits(base, tiny_network(Decoder, MODEL, 1)), (
         "the network that is given stays as it is"
     )
     some = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
     partly = numpy_weights(merge_adapters(base, some, {**config, "layers_to_transform": [2]}))
     for name in WEIGHTS:
-        before, whole = (numpy_weights(tree)[f"layers.{name}"] for tree in (base, merged(network)))
+        before, whole = (
+            numpy_weights(tree)[f"layers.{name}"] for tree in (base, merge_lora(network))
+        )
         np.testing.assert_array_equal(
             partly[f"layers.{name}"],
             np.where((np.arange(4) == 2).reshape(-1, *[1] * (whole.ndim - 1)), whole, before),
@@ -76,7 +80,7 @@ def test_configs_that_cannot_be_followed_are_refused_by_key(
     changes: dict[str, Any], words: str
 ) -> None:
     network = adapted()
-    config = adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base") | changes
+    config = adapter_config_json(LoraConfig(rank=3, alpha=4.0), MODEL, "base") | changes
     with pytest.raises(ConfigError, match=words):
         merge_adapters(tiny_network(Decoder, MODEL, 1), adapter_tensors(network), config)
 
@@ -112,13 +116,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         merge_adapters(
             tiny_network(Decoder, MODEL, 1),
             tensors,
-            adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"),
+            adapter_config_json(LoraConfig(rank=3, alpha=4.0), MODEL, "base"),
         )
 
 
 def test_missing_matrices_are_named() -> None:
     tensors = adapter_tensors(adapted())
-    config = adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
+    config = adapter_config_json(LoraConfig(rank=3, alpha=4.0), MODEL, "base")
     half = {name: tensor for name, tensor in tensors.items() if name != Q}
     with pytest.raises(
         ConfigError, match=r"model.layers.1.self_attn.q_proj: lora_A and lora_B must both be there"
@@ -217,12 +221,12 @@ def test_peft_reads_what_is_exported_and_computes_the_same(tmp_path: Path) -> No
     network, base = adapted(), tiny_network(Decoder, MODEL, 1)
     save_file(adapter_tensors(network), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(
-        json.dumps(adapter_config(LoraConfig(rank=3, alpha=4.0), MODEL, "base"))
+        json.dumps(adapter_config_json(LoraConfig(rank=3, alpha=4.0), MODEL, "base"))
     )
     theirs = peft.PeftModel.from_pretrained(
         hugging_face(base), str(tmp_path), autocast_adapter_dtype=False
     )
-    assert_the_same_as_peft(merged(network), theirs)
+    assert_the_same_as_peft(merge_lora(network), theirs)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 import pytest
 
-from jaxspec.hf.policy_config import config_json, implied, model_config
+from jaxspec.hf.policy_config import implied_family, parse_policy_config, policy_config_json
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, ModelSpec, ModelType, RopeSpec
 from jaxspec.models.decoder import Decoder
@@ -26,7 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def read(base: ModelSpec | None = None, **changes: Any) -> ModelSpec:
     raw = {key: value for key, value in {**RAW, **changes}.items() if value != "absent"}
-    return model_config(raw, "FOLDER/config.json", base or ModelSpec())
+    return parse_policy_config(raw, "FOLDER/config.json", base or ModelSpec())
 
 
 # Billions of parameters: all, those without embedding and head, and those that one token uses, as
@@ -46,7 +46,9 @@ def test_real_configs_give_the_published_sizes(name: str, repository: Path) -> N
     file = repository.parent / "shared" / "data" / "model_configs" / "targets" / f"{name}.json"
     if not file.is_file():
         pytest.skip("the published configs are not here")
-    config = model_config(json.loads(file.read_text()), str(file), ModelSpec(dtype="bfloat16"))
+    config = parse_policy_config(
+        json.loads(file.read_text()), str(file), ModelSpec(dtype="bfloat16")
+    )
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) / 1e9
     ends = config.vocab * config.embed * (1 if config.tied else 2) / 1e9
@@ -78,9 +80,9 @@ def test_mimo_is_qwen2_with_its_own_name(repository: Path) -> None:
     )
     if not file.is_file():
         pytest.skip("the published configs are not here")
-    config = model_config(json.loads(file.read_text()), str(file), ModelSpec())
+    config = parse_policy_config(json.loads(file.read_text()), str(file), ModelSpec())
     assert config.family == FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True)
-    assert (config.layers, config.embed, config.ffn, config.rope_theta, config.positions) == (
+    assert (config.layers, config.embed, config.ffn, config.rope_theta, config.max_positions) == (
         36,
         4096,
         11008,
@@ -246,13 +248,13 @@ def test_positions_are_stretched_on_request(stretched: bool) -> None:
     plain = read(ModelSpec(rope=preset), **own)
     wanted = read(ModelSpec(rope_factor=4.0, rope=preset), **own)
     context, factor = (32, 2) if stretched else (64, 1)
-    assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.positions) == (
+    assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.max_positions) == (
         factor,
         "yarn",
         context,
         64,
     )
-    assert (wanted.rope_factor, wanted.rope, wanted.positions) == (
+    assert (wanted.rope_factor, wanted.rope, wanted.max_positions) == (
         4 * factor,
         RopeSpec(context=context),
         256,
@@ -266,7 +268,7 @@ def test_bands_of_llama_3_give_way_to_yarn() -> None:
     plain = read(
         ModelSpec(rope=RopeSpec(context=40_960)), rope_scaling=own, max_position_embeddings=128
     )
-    assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.positions) == (
+    assert (plain.rope_factor, plain.rope.kind, plain.rope.context, plain.max_positions) == (
         8,
         "llama3",
         4,
@@ -277,7 +279,11 @@ def test_bands_of_llama_3_give_way_to_yarn() -> None:
         rope_scaling=own,
         max_position_embeddings=128,
     )
-    assert (wanted.rope_factor, wanted.rope, wanted.positions) == (128, RopeSpec(context=4), 512)
+    assert (wanted.rope_factor, wanted.rope, wanted.max_positions) == (
+        128,
+        RopeSpec(context=4),
+        512,
+    )
 
 
 @pytest.mark.parametrize(
@@ -317,8 +323,8 @@ def test_bands_of_llama_3_give_way_to_yarn() -> None:
     ],
 )
 def test_a_config_that_leaves_comes_back(config: ModelSpec) -> None:
-    written = json.loads(json.dumps(config_json(config, "bfloat16", {"eos_token_id": 3})))
-    assert model_config(written, "config.json", ModelSpec()) == config
+    written = json.loads(json.dumps(policy_config_json(config, "bfloat16", {"eos_token_id": 3})))
+    assert parse_policy_config(written, "config.json", ModelSpec()) == config
     assert (written["eos_token_id"], written["torch_dtype"]) == (3, "bfloat16")
 
 
@@ -337,9 +343,9 @@ def test_a_family_is_read_back_as_it_is_where_its_type_implies_it(
         output_bias=biases[1],
         experts=experts,
     )
-    written = config_json(ModelSpec(family=family), "float32", {})
+    written = policy_config_json(ModelSpec(family=family), "float32", {})
     if kind == "qwen3_moe" and not experts:
-        assert implied(family) != family
+        assert implied_family(family) != family
         return
-    read_back = model_config(written, "config.json", ModelSpec()).family
-    assert (implied(family) == family) == (read_back == family)
+    read_back = parse_policy_config(written, "config.json", ModelSpec()).family
+    assert (implied_family(family) == family) == (read_back == family)

@@ -16,8 +16,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.hf import tensor_files
-from jaxspec.hf.pretrained import find_folder, fingerprint, policy_checkpoint, policy_config
-from jaxspec.hf.tensor_files import WEIGHTS
+from jaxspec.hf.pretrained import (
+    find_folder,
+    fingerprint_checkpoint,
+    load_policy_config,
+    open_policy_checkpoint,
+)
+from jaxspec.hf.tensor_files import WEIGHTS_FILE
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
@@ -32,8 +37,8 @@ def test_read_back_on_any_mesh(
     if data > 1:
         split(folder, monkeypatch)
         assert len(list(folder.glob("*.safetensors"))) > 2
-    config, seen = policy_config(ModelSpec(path=str(folder))), []
-    checkpoint = policy_checkpoint(config, shapes_of(config, data, tensor))
+    config, seen = load_policy_config(ModelSpec(path=str(folder))), []
+    checkpoint = open_policy_checkpoint(config, shapes_of(config, data, tensor))
     found = checkpoint.load(seen.append)
     for leaf, wanted in zip(
         jax.tree.leaves(found), jax.tree.leaves(tiny_network(Decoder, MODEL)), strict=True
@@ -51,16 +56,16 @@ def test_read_back_on_any_mesh(
 
 def test_no_more_than_the_shard_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a weight split over 8 devices, each device's eighth."""
-    config = policy_config(ModelSpec(path=str(folder)))
-    checkpoint, read = policy_checkpoint(config, shapes_of(config, 8, 1)), []
-    plain = tensor_files.Stored.read
+    config = load_policy_config(ModelSpec(path=str(folder)))
+    checkpoint, read = open_policy_checkpoint(config, shapes_of(config, 8, 1)), []
+    plain = tensor_files.StoredTensor.read
 
     def counting(self: Any, index: Any = ()) -> np.ndarray:
         part = plain(self, index)
         read.append((self.name, part.size))
         return part
 
-    monkeypatch.setattr(tensor_files.Stored, "read", counting)
+    monkeypatch.setattr(tensor_files.StoredTensor, "read", counting)
     checkpoint.load(lambda _: None)
     gates = [size for name, size in read if name == "model.layers.0.mlp.gate_proj.weight"]
     assert gates == [16 * 24 // 8] * 8
@@ -68,9 +73,9 @@ def test_no_more_than_the_shard_is_read(folder: Path, monkeypatch: pytest.Monkey
 
 def change_tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS_FILE)
         change(tensors)
-        save_file(tensors, folder / WEIGHTS)
+        save_file(tensors, folder / WEIGHTS_FILE)
 
     return edit
 
@@ -87,12 +92,12 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
 
 
 def cut(folder: Path) -> None:
-    content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(content[:-100])
+    content = (folder / WEIGHTS_FILE).read_bytes()
+    (folder / WEIGHTS_FILE).write_bytes(content[:-100])
 
 
 def pickled(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    (folder / WEIGHTS_FILE).rename(folder / "pytorch_model.bin")
 
 
 MOE = {
@@ -108,12 +113,12 @@ MOE = {
     [
         (cut, ["model.safetensors", "truncated", "download it again"]),
         (
-            lambda folder: (folder / WEIGHTS).write_bytes(b"no weights"),
+            lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"no weights"),
             ["model.safetensors", "truncated or damaged"],
         ),
         (pickled, ["pytorch_model.bin", "can run code", "save_pretrained"]),
         (
-            lambda folder: (folder / WEIGHTS).unlink(),
+            lambda folder: (folder / WEIGHTS_FILE).unlink(),
             ["neither model.safetensors nor model.safetensors.index.json"],
         ),
         (lambda folder: (folder / "config.json").unlink(), ["config.json", "No such file"]),
@@ -187,22 +192,24 @@ def test_weights_that_are_not_finite_are_named_by_file_and_tensor(
     that float32 cannot hold; the largest and smallest numbers of a type are none."""
     name = "model.layers.3.mlp.gate_proj.weight"
     limits = ml_dtypes.finfo(np.float32 if kind is np.float64 else kind)
-    tensors = {name: tensor.astype(kind) for name, tensor in load_file(folder / WEIGHTS).items()}
+    tensors = {
+        name: tensor.astype(kind) for name, tensor in load_file(folder / WEIGHTS_FILE).items()
+    }
     tensors[name][:2, :4] = [
         [limits.max, limits.min, limits.tiny, -0.0],
         [limits.smallest_subnormal, -limits.smallest_subnormal, 0, 1],
     ]
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, folder / WEIGHTS_FILE)
     assert len(load_file(split(folder, monkeypatch) / file_of(folder, name))) >= 1
-    config = policy_config(ModelSpec(path=str(folder)))
+    config = load_policy_config(ModelSpec(path=str(folder)))
     shapes = shapes_of(config, 4, 2)
-    policy_checkpoint(config, shapes).load(lambda _: None)
+    open_policy_checkpoint(config, shapes).load(lambda _: None)
     file = folder / file_of(folder, name)
     holds = load_file(file)
     with np.errstate(over="ignore"):
         holds[name][-1, -1] = value
     save_file(holds, file)
-    checkpoint = policy_checkpoint(config, shapes)  # looks at headers only
+    checkpoint = open_policy_checkpoint(config, shapes)  # looks at headers only
     with pytest.raises(ConfigError) as error:
         checkpoint.load(lambda _: None)
     for word in (str(file), name, "not finite", "download the file again"):
@@ -239,7 +246,7 @@ def test_hub_ids_are_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    config = policy_config(ModelSpec(path="Somebody/Something"))
+    config = load_policy_config(ModelSpec(path="Somebody/Something"))
     assert (config.path, config.vocab) == ("Somebody/Something", 11)
     assert asked == [("Somebody/Something", ["*.jinja", "*.json", "*.safetensors"])]
 
@@ -259,23 +266,23 @@ def test_a_folder_that_is_not_there_is_named(path: str) -> None:
 
 def test_a_fingerprint_is_of_the_content(folder: Path, tmp_path: Path) -> None:
     """The same for a copy, whatever its times; another for other weights or settings."""
-    first = fingerprint(str(folder))
+    first = fingerprint_checkpoint(str(folder))
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    os.utime(copy / WEIGHTS, (1, 1))
-    assert fingerprint(str(copy)) == first
+    os.utime(copy / WEIGHTS_FILE, (1, 1))
+    assert fingerprint_checkpoint(str(copy)) == first
     change_tensors(lambda tensors: tensors.update({NORM: np.full(16, 2, np.float32)}))(copy)
-    assert fingerprint(str(copy)) != first
-    shutil.copy(folder / WEIGHTS, copy / WEIGHTS)
-    assert fingerprint(str(copy)) == first
+    assert fingerprint_checkpoint(str(copy)) != first
+    shutil.copy(folder / WEIGHTS_FILE, copy / WEIGHTS_FILE)
+    assert fingerprint_checkpoint(str(copy)) == first
     change_config(rope_theta=7.0)(copy)
-    assert fingerprint(str(copy)) != first
+    assert fingerprint_checkpoint(str(copy)) != first
 
 
 def test_a_fingerprint_passes_over_what_is_no_file(folder: Path) -> None:
-    first = fingerprint(str(folder))
+    first = fingerprint_checkpoint(str(folder))
     (folder / "a.safetensors").mkdir()
     (folder / "b.safetensors").symlink_to("nowhere")
     os.mkfifo(folder / "c.safetensors")
     (folder / "foo_config.json").mkdir()
-    assert fingerprint(str(folder)) == first
+    assert fingerprint_checkpoint(str(folder)) == first

@@ -27,10 +27,10 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.host.job import identity, make_job, reported
-from jaxspec.host.run_state import random_draft
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.storage.cache import sources
-from jaxspec.system.closing_table import closing_table
+from jaxspec.run.start import random_draft_remark
+from jaxspec.storage.cache import read_sources
+from jaxspec.system.closing_table import build_closing_table
 from jaxspec.system.progress import Progress, Screen
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import small_mesh, tiny_config, tiny_model
@@ -81,10 +81,10 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(
         (1,),
         (7,),
     )
-    assert job.tokenizer.render("+2") == "1+2"
+    assert job.tokenizer.render_prompt("+2") == "1+2"
     assert job.step.generator.settings.stop is None
     told = replace(config, rollout=RolloutConfig(enable_thinking=False))
-    assert make_job(told, small_mesh()).tokenizer.render("+2") == "0+2"
+    assert make_job(told, small_mesh()).tokenizer.render_prompt("+2") == "0+2"
 
 
 def test_stop_strings_reach_the_generator_of_this_tokenizer() -> None:
@@ -119,7 +119,7 @@ def test_the_day_of_the_chat_template_is_that_of_the_run(tmp_path: Path) -> None
     (tmp_path / "run/config.json").write_text(json.dumps(to_json(earlier)))
     later = make_job(config, small_mesh())
     assert later.config.today == "2026-03-04"
-    assert later.tokenizer.render("+2") == "04+2"
+    assert later.tokenizer.render_prompt("+2") == "04+2"
     (tmp_path / "run/config.json").unlink()
     evaluation = {"config": to_json(replace(config, today="2026-03-05"))}
     (tmp_path / "run/evaluation.json").write_text(json.dumps(evaluation))
@@ -140,7 +140,7 @@ def test_stop_ids_reach_the_generator() -> None:
 def test_a_generated_task_brings_its_characters() -> None:
     data = DataConfig(task="programs", max_prompt_length=21)
     config = tiny_config(tiny_model(vocab=40), data=data)
-    assert make_job(config, small_mesh()).tokenizer.unknown("def f(x):\n return x") == ""
+    assert make_job(config, small_mesh()).tokenizer.unknown_characters("def f(x):\n return x") == ""
 
 
 # ---- what ends a program
@@ -187,7 +187,7 @@ def test_too_little_memory_is_one_line_that_says_for_what(
         raise MemoryError(*filter(None, [told]))
 
     monkeypatch.setattr(Path, "read_text", too_large)
-    assert reported(lambda: len(sources("host/job.py"))) == 2
+    assert reported(lambda: len(read_sources("host/job.py"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: the memory of this machine does not hold what is asked for (")
     assert told in line
@@ -244,7 +244,7 @@ def test_a_program_goes_on_where_its_output_is_not_taken(
         lambda: make_job(
             tiny_config(tiny_model(vocab=32), sft=SftConfig(steps=0)), small_mesh()
         ).say("a line"),
-        lambda: Screen(force_terminal=terminal).print(closing_table([], {})),
+        lambda: Screen(force_terminal=terminal).print(build_closing_table([], {})),
         lambda: _progress(terminal),
     ):
         with os.fdopen(
@@ -259,7 +259,7 @@ def test_a_program_goes_on_where_its_output_is_not_taken(
 def _progress(terminal: bool) -> None:
     with Progress("batch", 2, console=Screen(force_terminal=terminal)) as progress:
         progress.update(1)
-        progress.say("a line")
+        progress.print_line("a line")
         progress.update(2)
 
 
@@ -325,7 +325,7 @@ def test_a_random_draft_is_told(
         offline=OfflineConfig(steps=offline),
         draft_training=training,
     )
-    remark = random_draft(config)
+    remark = random_draft_remark(config)
     assert bool(remark) == bool(words)
     assert words in remark
     assert ("never learns" in remark) == (bool(words) and not training.online)

@@ -18,7 +18,7 @@ from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import Answer, LoadedRun, Run, find_run, read_prompt, restore
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.weight_layout import laid_out
+from jaxspec.models.weight_layout import apply_layout
 from jaxspec.state import EOS, Ready
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.tokens.tokenizer import character_tokenizer
@@ -146,7 +146,7 @@ class TestRestore:
         for found, wanted, how in zip(
             (ready.target, ready.drafter.network), (policy(), draft()), weight_layouts, strict=True
         ):
-            jax.tree.map(np.testing.assert_array_equal, found, laid_out(wanted, how))
+            jax.tree.map(np.testing.assert_array_equal, found, apply_layout(wanted, how))
         assert ready.drafter.choice.tolist() == list(BEST)
 
     @pytest.mark.parametrize(("length", "choice"), [(5, [*BEST, 5, 5]), (2, [*BEST[:2]])])
@@ -201,7 +201,7 @@ def test_answers_end_with_the_stop_strings_of_the_run(run: Path) -> None:
 class TestReadPrompt:
     def test_as_training_did(self) -> None:
         assert read_prompt("3+4=", CONFIG, character_tokenizer()).ids == tuple(
-            character_tokenizer().chat("3+4=")
+            character_tokenizer().encode_prompt("3+4=")
         )
 
     @pytest.mark.parametrize(

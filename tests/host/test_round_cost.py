@@ -24,7 +24,7 @@ from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
 from jaxspec.storage.cache import content_key
-from jaxspec.tokens.stop_strings import stop_table
+from jaxspec.tokens.stop_strings import build_stop_table
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
 
 MODEL = tiny_model(vocab=16, dtype="float32")
@@ -45,7 +45,7 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
         draft_model=MODEL if draft.kind == "model" else ModelSpec(),
     )
     # every token would end a row, if stop strings were not off
-    stop = stop_table(("a",), [b"a"] * MODEL.vocab, "its")
+    stop = build_stop_table(("a",), [b"a"] * MODEL.vocab, "its")
     generator = build_step(config, small_mesh(2, 1), (1,), MODEL.vocab, stop).generator
     network = (
         tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)

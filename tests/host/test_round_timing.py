@@ -21,13 +21,14 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.host import round_cost
-from jaxspec.host.round_cost import REAL_ROUNDS, RoundTimer, predicted_chooser, timing_step
-from jaxspec.host.runner import Runner, ahead_with, slices_of, staged_step
+from jaxspec.host.programs import ahead_with
+from jaxspec.host.round_cost import REAL_ROUNDS, RoundTimer, predicted_chooser
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import DecodeState
+from jaxspec.rollout.feedback.length_chooser import TIMES, TimedCosts
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.length_chooser import TIMES, TimedCosts
+from jaxspec.run.schedules import Runner, slices_of, staged_step, timing_step
 from jaxspec.state import EOS, RUNNING, Prompts, Ready, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.tables import load_table

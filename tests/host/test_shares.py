@@ -24,7 +24,7 @@ import numpy as np
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig, RolloutConfig
 from jaxspec.data.problems import load_sets
-from jaxspec.host.batches import Batches
+from tests.host.batches import Batches, batches_of
 from jaxspec.host.job import make_job
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import EOS
@@ -37,7 +37,7 @@ config = ResolvedConfig(
     data=DataConfig(digits=2, max_prompt_length=200),
 )
 job = make_job(config, meshes.make_mesh(2 * count, 1))
-batches = Batches(job, load_sets(config, job.tokenizer))
+batches = batches_of(job, load_sets(config, job.tokenizer))
 
 # Every array that the host makes room for, and every table that goes between processes.
 made, summed = [], []
@@ -50,12 +50,12 @@ for name in ("zeros", "full", "ones", "empty"):
 add = meshes.sum_over_processes
 meshes.sum_over_processes = lambda table: (summed.append(table.size), add(table))[1]
 
-asked = batches.train(0)
-here = np.flatnonzero(batches._here)
+asked = batches.source.place_training(0)
+here = np.flatnonzero(batches.source._is_held)
 questions = meshes.local_rows(asked.tokens, here)
-expected = [batches._training_problems(0, batches._here)[int(place)].ids for place in here]
+expected = [batches.source._problems_at(0, batches.source._is_held)[int(place)].ids for place in here]
 assert [tuple(row[:len(ids)]) for row, ids in zip(questions, expected)] == expected
-rows = np.flatnonzero(np.repeat(batches._here, group))
+rows = np.flatnonzero(np.repeat(batches.source._is_held, group))
 like = job.step.nothing_finished(prompts * group).rollout
 like = jax.tree.map(
     lambda leaf: jax.device_put(leaf, meshes.rows_sharding(job.mesh)) if leaf.ndim else leaf, like
@@ -71,7 +71,7 @@ rollout = like.replace(
     lengths=of("lengths", lambda n, _: lengths + 7),
     status=of("status", lambda n, _: np.repeat(np.int32(EOS), n)),
 )
-scored = batches.score_training(0, rollout)
+scored = batches.scorer.score_training(0, rollout)
 told = {
     "made": max(made),
     "summed": max(summed),

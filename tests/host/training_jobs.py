@@ -18,10 +18,11 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host import draft_training, warm_start
-from jaxspec.host.draft_data import training_text
-from jaxspec.host.draft_training import cached_draft
 from jaxspec.host.job import Job, make_job
+from jaxspec.preparation import draft as draft_training
+from jaxspec.preparation import policy as warm_start
+from jaxspec.preparation.draft import cached_draft
+from jaxspec.preparation.draft_data import training_text
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import character_tokenizer

@@ -26,7 +26,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.inputs.checked import ConfigError, called, divisors, read_from
+from jaxspec.inputs.checked import ConfigError, divisors, prefix_errors, translate_settings
 from jaxspec.inputs.spec import HeadConfig, HeadSpec, ModelConfig, RopeSpec
 
 MODULES = (
@@ -131,7 +131,7 @@ def test_values_of_no_use_are_refused_by_name_in_one_line(
 
 def test_every_number_states_its_range() -> None:
     """A field that is added later is refused here until it says what numbers it takes."""
-    from jaxspec.inputs.checked import Checked, Range
+    from jaxspec.inputs.checked import CheckedConfig, Range
 
     def bare(wanted: Any) -> bool:
         if get_origin(wanted) is Annotated:
@@ -140,7 +140,7 @@ def test_every_number_states_its_range() -> None:
         return wanted in (int, float) or any(bare(part) for part in get_args(wanted))
 
     assert [f"{cls.__name__}.{name}" for cls, name, wanted in ALL if bare(wanted)] == []
-    assert [cls.__name__ for cls in classes() if not issubclass(cls, Checked)] == []
+    assert [cls.__name__ for cls in classes() if not issubclass(cls, CheckedConfig)] == []
 
 
 @pytest.mark.parametrize(
@@ -293,11 +293,11 @@ def test_what_a_file_says_is_told_with_its_name_and_keys() -> None:
 
     with (
         pytest.raises(ConfigError, match=r"^file: number 3 is above --model\.layers 2$"),
-        read_from("file"),
-        called({"model.heads": "number"}),
+        prefix_errors("file"),
+        translate_settings({"model.heads": "number"}),
     ):
         raise Worse("model.heads 3 is above --model.layers 2")
-    for enter in (read_from("file"), called({"model.heads": "number"})):
+    for enter in (prefix_errors("file"), translate_settings({"model.heads": "number"})):
         with pytest.raises(Worse) as caught, enter:
             raise Worse("what is said of file needs nothing")
         assert caught.value.__cause__ is None

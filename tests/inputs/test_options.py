@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.config.settings import Config
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.inputs.options import option_names, refuse_unknown
+from jaxspec.inputs.options import option_names, refuse_unknown_options
 from tests.config.command_line import load
 
 KNOWN = list(option_names(Config()))
@@ -18,7 +18,7 @@ def test_names_have_their_sections() -> None:
 
 
 def test_known_words_are_passed_over() -> None:
-    refuse_unknown([], KNOWN)
+    refuse_unknown_options([], KNOWN)
 
 
 @pytest.mark.parametrize(

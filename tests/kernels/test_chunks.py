@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.kernels import chunks
-from jaxspec.kernels.chunks import in_chunks
+from jaxspec.kernels.chunks import map_in_chunks
 from jaxspec.rl.logprobs import label_logprobs
 from jaxspec.sampling import Processing
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.usefixtures("x64")
 def test_in_chunks_pads_and_joins_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     values = jnp.arange(10.0).reshape(2, 5)
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 4)
-    doubled, deep = in_chunks(
+    doubled, deep = map_in_chunks(
         lambda _, left, right: (left * 2, right + 1), None, 2, values, jnp.stack([values] * 3, -1)
     )
     np.testing.assert_array_equal(doubled, values * 2)
     np.testing.assert_array_equal(deep, np.stack([values + 1] * 3, -1))
-    huge = in_chunks(
+    huge = map_in_chunks(
         lambda _, part: part + 1, None, 10**9, values
     )  # at least one position at a time
     np.testing.assert_array_equal(huge, values + 1)
@@ -48,10 +48,12 @@ def test_wanted_positions_have_the_results_and_slopes_of_all_of_them(
             return label_logprobs((hidden @ head)[..., order], labels, labels, Processing())
 
         networks, arrays = (head, jnp.arange(9)[::-1]), (hidden, labels)
-        logprobs, entropy = in_chunks(chunk, networks, 9, *arrays, wanted=wanted if some else None)
+        logprobs, entropy = map_in_chunks(
+            chunk, networks, 9, *arrays, mask=wanted if some else None
+        )
         return jnp.sum(jnp.where(wanted, logprobs * weights + entropy**2, 0)), logprobs
 
-    monkeypatch.setattr(chunks, "WIDE", 9)
+    monkeypatch.setattr(chunks, "WIDE_ELEMENTS", 9)
     monkeypatch.setattr(chunks, "CHUNK_POSITIONS_CPU", 8)
     slopes = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=1)
     (expected, _), expected_slopes = slopes((hidden, head), False)

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import paged_attention
-from jaxspec.kernels.visible import Visible, causal
+from jaxspec.kernels.visible import AttentionMask, causal_mask
 from jaxspec.mesh import AXES, DATA, make_mesh
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, extend, locate
+from jaxspec.models.cache import KVCache, locate_block, write_block
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.paged import PAGED, empty_pages
 
@@ -43,11 +43,11 @@ class Case(NamedTuple):
         return self.name
 
     @property
-    def visible(self) -> Visible:
+    def visible(self) -> AttentionMask:
         own = jnp.asarray(self.lengths, jnp.int32)[:, None] + jnp.arange(
             self.block, dtype=jnp.int32
         )
-        return Visible(self.first, own - self.drafted, own, self.period)
+        return AttentionMask(self.first, own - self.drafted, own, self.period)
 
 
 CASES = [
@@ -82,7 +82,9 @@ def cache_of(case: Case, dtype: Any = BF16) -> KVCache:
         for _ in range(2)
     )
     for layer in range(LAYERS):
-        cache = extend(cache, layer, locate(cache, slots), keys * (layer + 1), values - layer)
+        cache = write_block(
+            cache, layer, locate_block(cache, slots), keys * (layer + 1), values - layer
+        )
     return cache
 
 
@@ -96,10 +98,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernel is taken, and runs on this machine."""
     # there is no public name for it yet
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    taken, parts = [], paged_attention.paged_parts
-    monkeypatch.setattr(paged_attention, "runs_here", lambda: True)
+    taken, parts = [], paged_attention.attend_pages
+    monkeypatch.setattr(paged_attention, "has_hopper_gpus", lambda: True)
     monkeypatch.setattr(
-        paged_attention, "paged_parts", lambda *arrays: taken.append(1) or parts(*arrays)
+        paged_attention, "attend_pages", lambda *arrays: taken.append(1) or parts(*arrays)
     )
     yield params.force_gpu_interpret_mode
     assert taken
@@ -123,7 +125,7 @@ def test_it_is_the_attention_of_its_plain_twin(case: Case, interpreted: Any) -> 
 def test_a_row_whose_pages_are_in_one_part_is_not_joined(
     interpreted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "BLOCKS", 1)
+    monkeypatch.setattr(paged_attention, "THREAD_BLOCKS", 1)
     with interpreted():
         assert_like_its_twin(CASES[1], jax.jit)
 
@@ -157,7 +159,7 @@ def test_on_a_gpu_it_is_the_attention_of_its_plain_twin(case: Case) -> None:
 
     def on_the_gpu(function: Callable) -> Callable:
         def shard(*arrays: Any) -> jax.Array:
-            here.append(paged_attention.runs_here())
+            here.append(paged_attention.has_hopper_gpus())
             return function(*arrays)
 
         mesh = make_mesh(1, 1)
@@ -177,7 +179,7 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_only(interpreted: An
     spoiled = jnp.full((3, 1, KV_HEADS, case.size), jnp.nan, jnp.bfloat16)
     # the third position of the second row's block
     at = jnp.asarray([[2**30], [62], [2**30]], jnp.int32)
-    cache = extend(cache, 0, locate(cache, at), spoiled, spoiled)
+    cache = write_block(cache, 0, locate_block(cache, at), spoiled, spoiled)
     with interpreted():
         found = jax.jit(
             lambda query, cache: attend_cache(query, cache, jnp.int32(0), case.visible)
@@ -211,7 +213,7 @@ def lowered(case: Case, kind: str, tensor: int = 1, dtype: Any = BF16) -> str:
         query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, positions: jax.Array
     ) -> jax.Array:
         held = KVCache(keys=keys, values=values, table=table, layout=PAGED)
-        return attend_cache(query, held, jnp.int32(1), causal(positions))
+        return attend_cache(query, held, jnp.int32(1), causal_mask(positions))
 
     by_page = P(None, DATA)
     program = jax.shard_map(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import tokamax_attention
 from jaxspec.kernels.segment_attention import attend_segments, attend_visible
-from jaxspec.kernels.tokamax_attention import MOSAIC, TRITON, attend_causal, available
+from jaxspec.kernels.tokamax_attention import MOSAIC, TRITON, attend_causal, choose_implementation
 from jaxspec.mesh import DATA, TENSOR, make_mesh
 from tests import dense
 
@@ -108,7 +108,7 @@ def test_kernels_give_the_values_and_gradients_of_the_plain_twins(length: int, s
     chosen = []
 
     def attend(*leaves: Any) -> Any:
-        chosen.append(available(*leaves[:2]))
+        chosen.append(choose_implementation(*leaves[:2]))
         return attend_segments(*leaves)
 
     run = jax.shard_map(
@@ -169,14 +169,14 @@ def choice(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> str | None:
         if asked.installed
         else None
     )
-    monkeypatch.setattr(tokamax_attention, "_tokamax", lambda: tokamax)
+    monkeypatch.setattr(tokamax_attention, "_import_tokamax", lambda: tokamax)
     query, key = (
         jax.ShapeDtypeStruct((4, asked.length, heads, asked.size), asked.dtype) for heads in (8, 2)
     )
     chosen = []
 
     def look(query: Any, key: Any) -> Any:
-        chosen.append(available(query, key))
+        chosen.append(choose_implementation(query, key))
         return query
 
     by_row = P(DATA) if DATA in asked.manual else P()
@@ -252,8 +252,8 @@ def test_elsewhere_it_is_the_blocked_twin(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_gpu_without_tokamax_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # The package, not a module of it, which an earlier test may have left there as an attribute.
     monkeypatch.setitem(sys.modules, "tokamax._src.ops.attention", None)
-    tokamax_attention._tokamax.cache_clear()
+    tokamax_attention._import_tokamax.cache_clear()
     with pytest.warns(UserWarning, match="the learner's attention runs in plain JAX"):
-        assert tokamax_attention._tokamax() is None
-    assert tokamax_attention._tokamax() is None
-    tokamax_attention._tokamax.cache_clear()
+        assert tokamax_attention._import_tokamax() is None
+    assert tokamax_attention._import_tokamax() is None
+    tokamax_attention._import_tokamax.cache_clear()

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxspec.config.settings import LoraConfig
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted
+from jaxspec.models.lora import AdaptedDecoder
 from tests.conftest import tiny_model, tiny_network
 
 MODEL = tiny_model(heads=6, head_size=6, ffn=20)  # no two sizes of a weight are the same
@@ -24,10 +24,12 @@ def adapted(
     targets: tuple[str, ...] = (),
     noise: float = 0.3,
     model: ModelSpec = MODEL,
-) -> Adapted:
+) -> AdaptedDecoder:
     """A random decoder with adapters that already change it, unless `noise` is 0."""
     base = tiny_network(Decoder, model, 1)
-    network = Adapted(base, LoraConfig(rank=rank, alpha=alpha, targets=targets), jax.random.key(0))
+    network = AdaptedDecoder(
+        base, LoraConfig(rank=rank, alpha=alpha, targets=targets), jax.random.key(0)
+    )
     random = np.random.default_rng(5)
     for name in network.names if noise else ():
         old = getattr(network.adapters, f"{name}_b")

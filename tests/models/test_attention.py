@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxspec.kernels import key_chunks
-from jaxspec.kernels.visible import Visible, causal
+from jaxspec.kernels.visible import AttentionMask, causal_mask
 from jaxspec.models import attention, contiguous, paged
 from jaxspec.models.attention import attend_cache
-from jaxspec.models.cache import KVCache, extend, locate
+from jaxspec.models.cache import KVCache, locate_block, write_block
 from jaxspec.models.contiguous import empty_cache
 from tests.dense import attend, up_to_position
 
@@ -25,7 +25,7 @@ POSITIONS = FIRST[:, None] + np.arange(BLOCK, dtype=np.int32)
 
 
 class Seen(NamedTuple):
-    """What the first query of each row sees, and the others accordingly, as in `Visible`."""
+    """What the first query of each row sees, and the others accordingly, as in `AttentionMask`."""
 
     name: str
     first: int
@@ -37,8 +37,8 @@ class Seen(NamedTuple):
         return self.name
 
     @property
-    def visible(self) -> Visible:
-        return Visible(self.first, jnp.asarray(self.last), jnp.asarray(self.own), self.period)
+    def visible(self) -> AttentionMask:
+        return AttentionMask(self.first, jnp.asarray(self.last), jnp.asarray(self.own), self.period)
 
     def mask(self) -> np.ndarray:
         """Slot by slot."""
@@ -89,9 +89,9 @@ def cache_of(
         cache = paged.empty_pages(cache, pages, page)
     if page < 0:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(key_chunks, "CHUNKED", 0)
+            patched.setattr(key_chunks, "MIN_CHUNKED_BYTES", 0)
             cache = contiguous.empty_rows(cache, ROWS, SLOTS, SLOTS // -page)
-        assert contiguous.unit(cache) == SLOTS // -page
+        assert contiguous.block_alignment(cache) == SLOTS // -page
     if page > 0:
         order = np.random.default_rng(1).permutation(pages)[: ROWS * -(-SLOTS // page)]
         cache = cache.replace(table=jnp.asarray(order.reshape(ROWS, -1), jnp.int32))
@@ -106,13 +106,13 @@ def filled(cache: KVCache, keys: jax.Array, values: jax.Array, junk: float) -> K
         values=jax.tree.map(lambda leaf: leaf + jnp.asarray(junk, leaf.dtype), cache.values),
     )
     slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape[:2])
-    return extend(cache, 1, locate(cache, slots), keys, values)
+    return write_block(cache, 1, locate_block(cache, slots), keys, values)
 
 
 class Attention:
     """Attention to caches of one shape, compiled once: what a query sees at each of some sights."""
 
-    def __init__(self, *sights: Visible) -> None:
+    def __init__(self, *sights: AttentionMask) -> None:
         def run(query: jax.Array, cache: KVCache, layer: jax.Array) -> list[jax.Array]:
             # only stacked layers have a number that is known late
             at = 1 if isinstance(cache.keys, tuple) else layer
@@ -165,9 +165,9 @@ def test_a_cache_is_attended_to_like_a_text(
 
 
 def test_causal_sight_is_that_of_a_text() -> None:
-    visible = causal(jnp.asarray(POSITIONS))
+    visible = causal_mask(jnp.asarray(POSITIONS))
     np.testing.assert_array_equal(
-        visible.sees(jnp.arange(SLOTS, dtype=jnp.int32)),
+        visible.is_visible(jnp.arange(SLOTS, dtype=jnp.int32)),
         up_to_position(jnp.asarray(POSITIONS), SLOTS),
     )
     np.testing.assert_array_equal(SIGHTS[0].mask(), up_to_position(jnp.asarray(POSITIONS), SLOTS))
@@ -183,7 +183,7 @@ def test_a_slot_that_is_not_finite_harms_who_sees_it_alone(
     spoilt, spoilt_values = keys.copy(), values.copy()
     spoilt[1, 4], spoilt_values[3, 22] = np.nan, np.inf
     spoilt[2, 14:], spoilt_values[2, 14:] = np.nan, np.nan  # beyond the block
-    attend_causally = Attention(causal(jnp.asarray(POSITIONS)))
+    attend_causally = Attention(causal_mask(jnp.asarray(POSITIONS)))
     clean, found = (
         np.asarray(attend_causally(query, cache_of(*pair, page, False))[0])
         for pair in ((keys, values), (spoilt, spoilt_values))
@@ -205,7 +205,7 @@ def test_stretches_beyond_the_longest_row_are_not_read(
     positions = jnp.minimum(jnp.asarray(POSITIONS), 11)
     cache = cache_of(keys, values, page, True, 12, np.nan)
     assert all(jnp.isnan(leaf[1]).any() for leaf in (cache.keys, cache.values))
-    (found,) = Attention(causal(positions))(query, cache)
+    (found,) = Attention(causal_mask(positions))(query, cache)
     wanted = dense(query, keys, values, up_to_position(positions, SLOTS))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
 
@@ -217,7 +217,9 @@ def test_narrow_types_are_summed_in_float32(
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", together)
     query, keys, values = (np.asarray(jnp.asarray(part, dtype)) for part in made())
-    (found,) = Attention(causal(jnp.asarray(POSITIONS)))(query, cache_of(keys, values, 0, False))
+    (found,) = Attention(causal_mask(jnp.asarray(POSITIONS)))(
+        query, cache_of(keys, values, 0, False)
+    )
     assert found.dtype == dtype
     query, keys, values = (part.astype(np.float64) for part in (query, keys, values))
     wanted = dense(query, keys, values, SIGHTS[0].mask())
@@ -234,7 +236,7 @@ def test_a_long_block_is_attended_to_in_pieces(
 ) -> None:
     """Each sees as if it were whole, and a slot that is not finite harms the queries that see it
     alone."""
-    for name, size in (("BLOCK", together), ("TOGETHER", 1), ("FEWEST", queries)):
+    for name, size in (("BLOCK", together), ("TILE_QUERIES", 1), ("MIN_ROW_QUERIES", queries)):
         monkeypatch.setattr(attention, name, size)
     query, keys, values = made()
     attention_by_sight = Attention(*(seen.visible for seen in SIGHTS))

@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec.kernels import key_chunks
 from jaxspec.models import contiguous, paged
-from jaxspec.models.cache import KVCache, Seat, extend, locate
+from jaxspec.models.cache import KVCache, PromptCopy, locate_block, write_block
 from jaxspec.models.contiguous import CONTIGUOUS, empty_cache
 from jaxspec.models.paged import PAGED
 
@@ -67,7 +67,7 @@ def random_cache(
 def in_chunks(stacked: bool, rows: int = ROWS, slots: int = SLOTS, seed: int = 0) -> KVCache:
     """The same in chunks of two slots."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(key_chunks, "CHUNKED", 0)
+        patched.setattr(key_chunks, "MIN_CHUNKED_BYTES", 0)
         made = full(
             contiguous.empty_rows(
                 empty_cache(LAYERS, 1, 1, HEADS, SIZE, jnp.dtype("float32"), stacked),
@@ -77,7 +77,7 @@ def in_chunks(stacked: bool, rows: int = ROWS, slots: int = SLOTS, seed: int = 0
             ),
             seed=seed,
         )
-    assert contiguous.unit(made) == 2
+    assert contiguous.block_alignment(made) == 2
     return made
 
 
@@ -94,9 +94,9 @@ def paged_cache(stacked: bool) -> KVCache:
     return random_cache(stacked, PAGES, PAGE, np.zeros((0, 0), np.int32))
 
 
-def seat_of(row: int, prompt: int, *pages: np.ndarray) -> Seat:
+def seat_of(row: int, prompt: int, *pages: np.ndarray) -> PromptCopy:
     to, source = pages or (np.zeros(0, np.int32), np.zeros(0, np.int32))
-    return Seat(jnp.int32(row), jnp.int32(prompt), jnp.asarray(to), jnp.asarray(source))
+    return PromptCopy(jnp.int32(row), jnp.int32(prompt), jnp.asarray(to), jnp.asarray(source))
 
 
 def assert_is(cache: KVCache, wanted: Twin, like: KVCache) -> None:
@@ -158,7 +158,7 @@ def test_extend_writes_each_rows_block_at_its_slots(
     assert written == (6 if isinstance(table, np.ndarray) else 8)
 
     def write(cache: KVCache, layer: Any, slots: Any, keys: Any, values: Any) -> KVCache:
-        return extend(cache, layer, locate(cache, slots), keys, values)
+        return write_block(cache, layer, locate_block(cache, slots), keys, values)
 
     if jitted:
         write = jax.jit(write, static_argnums=() if stacked else 1)
@@ -198,8 +198,8 @@ def test_what_is_not_finite_is_a_nan_to_who_sees_it_and_nothing_to_others(
                 )
                 wanted.values[(layer, *where, *index)] = value if np.isfinite(value) else 0
     assert np.isnan(wanted.keys).sum() == 2 + HEADS * SIZE + 1 + HEADS * SIZE
-    places = locate(before, jnp.asarray(slots))
-    found = extend(before, layer, places, jnp.asarray(keys), jnp.asarray(values))
+    places = locate_block(before, jnp.asarray(slots))
+    found = write_block(before, layer, places, jnp.asarray(keys), jnp.asarray(values))
     assert_is(found, wanted, before)
     assert np.isfinite(Twin(found).values).all()
 
@@ -231,7 +231,7 @@ def test_blocks_hold_the_slots_that_they_say(
     for first in range(0, whole, count):
         for layer in range(LAYERS):
             where = jnp.int32(layer) if stacked else layer
-            keys, values, slots = cache.layout.read(
+            keys, values, slots = cache.layout.read_positions(
                 cache, where, first if count == whole else jnp.int32(first), count
             )
             assert slots.tolist() == list(
@@ -270,9 +270,9 @@ def test_rows_of_keeps_groups_together(
     stacked: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of at least the length that is asked for."""
-    monkeypatch.setattr(key_chunks, "CHUNKED", 0)
+    monkeypatch.setattr(key_chunks, "MIN_CHUNKED_BYTES", 0)
     prompts, slots = random_cache(stacked, 2), 16
-    rows, twin = contiguous.rows_of(prompts, 3, SLOTS + 8, chunk), Twin(prompts)
+    rows, twin = contiguous.expand_prompts(prompts, 3, SLOTS + 8, chunk), Twin(prompts)
     found = Twin(rows)
     assert rows.keys[0].shape[-1] == (chunk or slots)
     assert found.keys.shape == found.values.shape == (LAYERS, 6, slots, HEADS, SIZE)
@@ -328,7 +328,7 @@ def test_a_seat_in_contiguous_rows_copies_a_prompt_to_the_beginning_of_a_row(
         wanted = Twin(cache).change(partial(put, row, prompt), Twin(prompts))
         if chunks and slots % 2 and slots > 2:
             wanted.keys[:, row, slots] = 0
-        found = jax.jit(contiguous.seat)(cache, seat_of(row, prompt), prompts)
+        found = jax.jit(contiguous.copy_prompt)(cache, seat_of(row, prompt), prompts)
         assert_is(found, wanted, cache)
 
 
@@ -338,7 +338,7 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(
     make: Callable[..., KVCache], stacked: bool
 ) -> None:
     cache, rows = make(stacked), np.array([2, 0, 3], np.int32)
-    some = contiguous.take(cache, jnp.asarray(rows))
+    some = contiguous.take_rows(cache, jnp.asarray(rows))
     for found, whole in zip(Twin(some).both(), Twin(cache).both(), strict=True):
         np.testing.assert_array_equal(found, whole[:, rows])
 
@@ -347,9 +347,11 @@ def test_rows_that_are_taken_and_put_back_leave_the_others(
 
     fresh = make(stacked, 3, seed=1)
     assert_is(
-        contiguous.put(cache, jnp.asarray(rows), fresh), Twin(cache).change(put, Twin(fresh)), some
+        contiguous.write_rows(cache, jnp.asarray(rows), fresh),
+        Twin(cache).change(put, Twin(fresh)),
+        some,
     )
-    assert_is(contiguous.put(cache, jnp.asarray(rows), some), Twin(cache), cache)
+    assert_is(contiguous.write_rows(cache, jnp.asarray(rows), some), Twin(cache), cache)
 
 
 @STACKED
@@ -360,4 +362,6 @@ def test_a_seat_in_pages_copies_whole_pages_and_nothing_to_no_page(stacked: bool
     def copy(ours: np.ndarray) -> None:
         ours[:, 5], ours[:, 1] = ours[:, 3].copy(), ours[:, 5].copy()
 
-    assert_is(paged.seat(cache, seat_of(0, 0, to, source), cache), Twin(cache).change(copy), cache)
+    assert_is(
+        paged.copy_prompt(cache, seat_of(0, 0, to, source), cache), Twin(cache).change(copy), cache
+    )

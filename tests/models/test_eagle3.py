@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, VocabularyMap, with_vocabulary
-from jaxspec.models.layers import cast
+from jaxspec.models.layers import cast_floats
 from jaxspec.rl import optimizers
 from tests.conftest import eagle3, tiny_model, tiny_network
 from tests.dense import attend, up_to_position
@@ -44,8 +44,10 @@ def run(
 ) -> tuple[jax.Array, jax.Array]:
     """Pre-norm outputs and logits of a block that attends causally to itself."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None] + first
-    heads = head.heads(0, head.read(jnp.asarray(taps)), jnp.asarray(embedded), positions)
-    outputs = head.finish(
+    heads = head.attention_inputs(
+        0, head.to_hidden(jnp.asarray(taps)), jnp.asarray(embedded), positions
+    )
+    outputs = head.layer_output(
         0,
         heads.residual,
         attend(heads.query, heads.key, heads.value, up_to_position(positions - first, LENGTH)),
@@ -126,7 +128,7 @@ def test_logits_are_added_up_in_float32(target: Decoder, scale: float) -> None:
     """Of a head in bfloat16, at largest logits of 32."""
     made = functools.partial(eagle3, vocab=40, logit_scale=scale, norm_output=True)
     head = tiny_network(made, tiny_model(vocab=50, embed=64, dtype="bfloat16"), 3, 10.0)
-    head = cast(head, jnp.dtype(jnp.bfloat16))
+    head = cast_floats(head, jnp.dtype(jnp.bfloat16))
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 64)), jnp.bfloat16)
     logits = head.logits(target, hidden)
     exact = numpy_weights(head)["head"]
@@ -159,7 +161,8 @@ def test_an_embedding_of_its_own_is_looked_up_and_never_trained(target: Decoder)
     tokens = np.array([[3, 7]], np.int32)
     for made, owner in ((head, head), (network(), target)):
         np.testing.assert_array_equal(
-            made.embed(target, jnp.asarray(tokens)), numpy_weights(owner)["embedding"][tokens]
+            made.embed_tokens(target, jnp.asarray(tokens)),
+            numpy_weights(owner)["embedding"][tokens],
         )
     assert optimizers.parameters(head).embedding is None
     assert optimizers.with_parameters(head, optimizers.parameters(head)).embedding is not None

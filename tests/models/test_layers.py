@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.kernels.cpu_layouts import FEW, MANY, blocked, split, transposed
-from jaxspec.models.layers import CastHead, logits_of, rms_norm
+from jaxspec.kernels.cpu_layouts import (
+    BLOCK_LOOP_ROWS,
+    RIGHT_OPERAND_ROWS,
+    block_weight,
+    split_weight,
+    transpose_weight,
+)
+from jaxspec.models.layers import CastHead, head_logits, rms_norm
 from tests.twins import numpy_rms_norm
 
 
@@ -30,12 +36,12 @@ def test_the_norm_itself_is_taken_in_at_least_float32(dtype: str, tolerance: flo
 WIDTH, VOCAB = 128, 150
 HEADS: dict[str, tuple[int, Callable[[nnx.Param], nnx.Variable]]] = {
     "plain": (3, lambda head: head),
-    "transposed, few rows": (3, lambda head: transposed(head, 0, 1)),
-    "transposed, many rows": (MANY, lambda head: transposed(head, 0, 1)),
-    "blocked, few rows": (3, lambda head: blocked(head, 0, 1)),
-    "blocked, many rows": (FEW, lambda head: blocked(head, 0, 1)),
-    "split, one row": (1, lambda head: split(head, 0, 1)),
-    "split, more rows": (3, lambda head: split(head, 0, 1)),
+    "transposed, few rows": (3, lambda head: transpose_weight(head, 0, 1)),
+    "transposed, many rows": (RIGHT_OPERAND_ROWS, lambda head: transpose_weight(head, 0, 1)),
+    "blocked, few rows": (3, lambda head: block_weight(head, 0, 1)),
+    "blocked, many rows": (BLOCK_LOOP_ROWS, lambda head: block_weight(head, 0, 1)),
+    "split, one row": (1, lambda head: split_weight(head, 0, 1)),
+    "split, more rows": (3, lambda head: split_weight(head, 0, 1)),
 }
 """Rows that meet the head, and how it lies."""
 
@@ -62,14 +68,14 @@ def test_logits_are_added_up_in_float32_however_the_head_lies(form: str) -> None
     rows, lay_out = HEADS[form]
     hidden, head, exact = narrow_product(rows)
     laid_out = lay_out(nnx.Param(head))
-    assert_float32(jax.jit(lambda hidden: logits_of(hidden, laid_out))(hidden), exact)
+    assert_float32(jax.jit(lambda hidden: head_logits(hidden, laid_out))(hidden), exact)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_of_tied_and_cast_heads_are_added_up_in_float32(tied: bool) -> None:
     hidden, head, exact = narrow_product(3)
     kernel = nnx.Param(head.T if tied else head)
-    assert_float32(jax.jit(lambda hidden: logits_of(hidden, kernel, by_rows=tied))(hidden), exact)
+    assert_float32(jax.jit(lambda hidden: head_logits(hidden, kernel, by_rows=tied))(hidden), exact)
     master = nnx.Param(kernel[...].astype(jnp.float32))
     learner = CastHead(master, "bfloat16", by_rows=tied)
-    assert_float32(jax.jit(lambda hidden: logits_of(hidden, learner))(hidden), exact)
+    assert_float32(jax.jit(lambda hidden: head_logits(hidden, learner))(hidden), exact)

@@ -12,20 +12,20 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig, LoraConfig
-from jaxspec.hf.peft import adapter_config
-from jaxspec.host.runner import abstract
+from jaxspec.hf.peft import adapter_config_json
+from jaxspec.host.programs import abstract
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec
 from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast
+from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.models.lora import (
     ADAPTER_AXES,
     TARGETS,
-    Adapted,
-    applied,
-    kept_share,
-    merged,
+    AdaptedDecoder,
+    attach_lora,
+    change_retention,
+    merge_lora,
     round_stochastically,
 )
 from jaxspec.rl import optimizers
@@ -47,9 +47,9 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 def test_fresh_adapters_change_nothing_and_start_as_peft_does() -> None:
     network, base = adapted(rank=8, noise=0.0), tiny_network(Decoder, MODEL, 1)
-    assert jax.tree.structure(merged(network)) == jax.tree.structure(base)
-    assert same_bits(merged(network), base)
-    assert merged(base) is base
+    assert jax.tree.structure(merge_lora(network)) == jax.tree.structure(base)
+    assert same_bits(merge_lora(network), base)
+    assert merge_lora(base) is base
     assert network.names == tuple(TARGETS)
     for name, fan_in in {"q_proj": 16, "o_proj": 36, "down_proj": 20, "up_proj": 16}.items():
         a = np.asarray(getattr(network.adapters, f"{name}_a")[...])
@@ -64,7 +64,7 @@ def test_fresh_adapters_change_nothing_and_start_as_peft_does() -> None:
 
 def test_the_merged_decoder_is_the_sum_in_numpy() -> None:
     network = adapted(targets=("o_proj", "gate_proj"))
-    wide, after = numpy_weights(network), numpy_weights(merged(network))
+    wide, after = numpy_weights(network), numpy_weights(merge_lora(network))
     changed = {
         "layers.output": np.einsum(
             "lnhr,lrd->lnhd", wide["adapters.o_proj_a"], wide["adapters.o_proj_b"]
@@ -83,11 +83,11 @@ def test_the_merged_decoder_is_the_sum_in_numpy() -> None:
     }
 
 
-def kept(network: Adapted, decoder: Decoder) -> float:
+def kept(network: AdaptedDecoder, decoder: Decoder) -> float:
     """Share of the adapters' change that a decoder has, by numpy."""
     base, whole, other = (
         np.concatenate([leaf.ravel() for leaf in numpy_weights(each.layers).values()])
-        for each in (network.base, merged(network), decoder)
+        for each in (network.base, merge_lora(network), decoder)
     )
     change = whole - base
     return float(((other - base) @ change) / (change @ change))
@@ -98,9 +98,9 @@ def test_a_young_adapter_of_a_bfloat16_model_reaches_generation_whole() -> None:
     model = replace(MODEL, embed=64, ffn=96, dtype="bfloat16")
     network = adapted(noise=1e-4, model=model)
     with jax.numpy_dtype_promotion("standard"):
-        nearest = cast(merged(network), jnp.dtype(jnp.bfloat16))
-        versions = [merged(network, jax.random.key(seed)) for seed in range(8)]
-    share = float(kept_share(network, jnp.dtype(jnp.bfloat16)))
+        nearest = cast_floats(merge_lora(network), jnp.dtype(jnp.bfloat16))
+        versions = [merge_lora(network, jax.random.key(seed)) for seed in range(8)]
+    share = float(change_retention(network, jnp.dtype(jnp.bfloat16)))
     assert share == pytest.approx(kept(network, nearest), abs=1e-3)
     assert share < 0.5
     shares = [kept(network, version) for version in versions]
@@ -144,11 +144,11 @@ def test_adapters_beside_the_weights_give_what_the_merged_decoder_gives(
 ) -> None:
     network = adapted(targets=targets)
     np.testing.assert_allclose(
-        logits(applied(network)), logits(merged(network)), rtol=0, atol=1e-12
+        logits(attach_lora(network)), logits(merge_lora(network)), rtol=0, atol=1e-12
     )
-    assert np.abs(logits(applied(network)) - logits(network.base)).max() > 0.1
+    assert np.abs(logits(attach_lora(network)) - logits(network.base)).max() > 0.1
     base = tiny_network(Decoder, MODEL, 1)
-    assert applied(base) is base
+    assert attach_lora(base) is base
 
 
 def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else() -> None:
@@ -161,11 +161,11 @@ def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else()
         return jnp.sum(aim * jax.nn.log_softmax(logits(decoder)))
 
     @jax.jit
-    def both(network: Adapted) -> Any:
+    def both(network: AdaptedDecoder) -> Any:
         learner = optimizers.start(network, optimizer)
-        loss, gradients = value_and_grad(lambda trained: plain(merged(trained)), network)
+        loss, gradients = value_and_grad(lambda trained: plain(merge_lora(trained)), network)
         return optimizers.update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(
-            merged(network)
+            merge_lora(network)
         )
 
     learner, slopes = both(network)
@@ -223,7 +223,7 @@ def test_every_phase_of_a_step_takes_adapters() -> None:
     step = build_step(tiny_config(lora=LoraConfig(rank=2)), small_mesh(), (1,), 11)
     state, finished, prompts = abstract(step, 8)
     after: TrainState = jax.eval_shape(step.train_step, state, finished, prompts)[0]
-    assert isinstance(after.learner.policy.network, Adapted)
+    assert isinstance(after.learner.policy.network, AdaptedDecoder)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert [leaf.shape for leaf in jax.tree.leaves(after)] == [
         leaf.shape for leaf in jax.tree.leaves(state)
@@ -242,8 +242,8 @@ def test_targets_that_the_policy_lacks_are_refused_by_name() -> None:
             r" v_proj, o_proj$"
         ),
     ):
-        adapter_config(LoraConfig(rank=2, targets=("up_proj",)), experts, "base")
-    assert adapter_config(LoraConfig(rank=2), experts, "base")["target_modules"] == [
+        adapter_config_json(LoraConfig(rank=2, targets=("up_proj",)), experts, "base")
+    assert adapter_config_json(LoraConfig(rank=2), experts, "base")["target_modules"] == [
         "q_proj",
         "k_proj",
         "v_proj",

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import exchange, grouped
-from jaxspec.kernels.grouped import swiglu_of_experts
+from jaxspec.kernels.grouped import expert_swiglu
 from jaxspec.mesh import EXPERT, ROWS, TENSOR, make_mesh, on_each_shard
 from jaxspec.models import moe
-from jaxspec.models.moe import Traffic, mixture
+from jaxspec.models.moe import Traffic, mixture_of_experts
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -51,7 +51,7 @@ def with_gradients(function: Any, normalize: bool) -> Any:
 
 
 def by_blocks(x: Any, router: Any, experts: Any, normalize: bool) -> Any:
-    return mixture(x, router, experts, CHOSEN, normalize)[0]
+    return mixture_of_experts(x, router, experts, CHOSEN, normalize)[0]
 
 
 def assert_near(found: Any, wanted: Any, tolerance: float) -> None:
@@ -115,7 +115,7 @@ def test_it_does_not_matter_who_holds_the_experts(
 @pytest.mark.parametrize("size", [2**9, 2**10])
 def test_nor_how_many_tokens_go_there_at_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some parts are of tokens of several rows, and the last is not full."""
-    monkeypatch.setattr(moe, "PART_BYTES", size)
+    monkeypatch.setattr(moe, "MAX_RECEIVED_BYTES", size)
     test_it_does_not_matter_who_holds_the_experts(2, 2, 2, "float64", 1e-12)
 
 
@@ -162,14 +162,14 @@ def test_an_expert_without_tokens_is_not_read_and_a_bad_token_stays_alone() -> N
     tokens = jnp.asarray(random.normal(size=(9, WIDTH)))
     chosen = jnp.asarray(random.integers(0, 5, (9, 2)), jnp.int32).at[4].set(EXPERTS)
     shares = jnp.ones((9, 2))
-    whole = swiglu_of_experts(tokens, chosen, shares, experts)
+    whole = expert_swiglu(tokens, chosen, shares, experts)
     assert np.isfinite(whole).all()
     assert not whole[4].any(), "a token of no expert"
-    poisoned = swiglu_of_experts(tokens.at[2].set(jnp.inf), chosen, shares, experts)
+    poisoned = expert_swiglu(tokens.at[2].set(jnp.inf), chosen, shares, experts)
     others = np.arange(9) != 2
     np.testing.assert_array_equal(poisoned[others], whole[others])
     bad = tokens.at[2].set(jnp.inf)
-    gradients = jax.grad(lambda given: jnp.sum(swiglu_of_experts(bad, chosen, shares, given)[0]))
+    gradients = jax.grad(lambda given: jnp.sum(expert_swiglu(bad, chosen, shares, given)[0]))
     untouched = np.setdiff1d(np.arange(5), np.asarray(chosen[2]))
     for of_weight in gradients(experts):
         assert np.isfinite(of_weight[untouched]).all()
@@ -189,9 +189,9 @@ def test_the_routers_scores_are_added_up_in_float32(monkeypatch: pytest.MonkeyPa
         found.extend((np.asarray(chosen), np.asarray(weights, np.float64)))
         return tokens
 
-    monkeypatch.setattr(moe, "swiglu_of_experts", record)
+    monkeypatch.setattr(moe, "expert_swiglu", record)
     wide, tall = jnp.zeros((40, 64, 4), jnp.bfloat16), jnp.zeros((40, 4, 64), jnp.bfloat16)
-    mixture(tokens, narrow, (wide, wide, tall), CHOSEN, normalize=False)
+    mixture_of_experts(tokens, narrow, (wide, wide, tall), CHOSEN, normalize=False)
     scores = (np.asarray(tokens, np.float64) @ np.asarray(narrow, np.float64))[0]
     laws = np.exp(scores - scores.max(axis=1, keepdims=True))
     laws /= laws.sum(axis=1, keepdims=True)
@@ -208,8 +208,8 @@ def test_traffic_is_that_of_the_counted_tokens() -> None:
     random = np.random.default_rng(6)
     router, experts = weights_of(random, "float64")
     x, counted = random.normal(size=(2, 10, WIDTH)), random.random((2, 10)) < 0.6
-    _, traffic = mixture(
-        jnp.asarray(x), router, experts, CHOSEN, True, counted=jnp.asarray(counted)
+    _, traffic = mixture_of_experts(
+        jnp.asarray(x), router, experts, CHOSEN, True, traffic_mask=jnp.asarray(counted)
     )
     assert traffic is not None
     scores = (x @ np.asarray(router))[counted]
@@ -223,7 +223,7 @@ def test_traffic_is_that_of_the_counted_tokens() -> None:
 def test_loads_are_over_an_even_share_and_means_of_layers() -> None:
     """One layer sends all tokens to one of two experts, the other half of them."""
     traffic = Traffic(jnp.array([[6.0, 0.0], [3.0, 3.0]]), jnp.array([1.5, 4.5]))
-    found = {name: float(value) for name, value in traffic.metrics(jnp.array(6.0)).items()}
+    found = {name: float(value) for name, value in traffic.to_metrics(jnp.array(6.0)).items()}
     assert found == {"experts/load_min": 0.5, "experts/load_max": 1.5, "experts/entropy": 0.5}
 
 
@@ -234,9 +234,9 @@ def test_a_layer_of_a_stack_reads_the_experts_it_needs_and_no_other() -> None:
     tokens = jnp.asarray(random.normal(size=(9, WIDTH)))
     chosen = jnp.asarray(random.integers(0, EXPERTS, (9, 2)), jnp.int32)
     shares = jnp.asarray(random.uniform(size=(9, 2)))
-    program = jax.jit(swiglu_of_experts).lower(tokens, chosen, shares, stacks, layer=jnp.int32(1))
+    program = jax.jit(expert_swiglu).lower(tokens, chosen, shares, stacks, layer=jnp.int32(1))
     found = program.compile()(tokens, chosen, shares, stacks, layer=jnp.int32(1))
-    np.testing.assert_array_equal(found, swiglu_of_experts(tokens, chosen, shares, experts))
+    np.testing.assert_array_equal(found, expert_swiglu(tokens, chosen, shares, experts))
     sizes = f"{EXPERTS}x{WIDTH}x{INNER}", f"{EXPERTS}x{INNER}x{WIDTH}"
     assert not any(f"tensor<{size}xf64>" in program.as_text() for size in sizes)
 
@@ -248,10 +248,10 @@ def test_products_are_of_the_tokens_there_are() -> None:
     tokens = jnp.zeros((rows, WIDTH))
     chosen = jnp.zeros((rows, 2), jnp.int32).at[:, 1].set(EXPERTS)
     experts = weights_of(np.random.default_rng(0), "float64")[1]
-    text = jax.jit(swiglu_of_experts).lower(tokens, chosen, jnp.ones((rows, 2)), experts).as_text()
+    text = jax.jit(expert_swiglu).lower(tokens, chosen, jnp.ones((rows, 2)), experts).as_text()
     size = 2 * rows // EXPERTS
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products
     assert all(f"tensor<{size}x" in line and f"<{EXPERTS}x" not in line for line in products)
-    blocks = grouped._dealt(chosen, EXPERTS, 1)
-    assert blocks.counts.tolist() == [rows // size] + [0] * (EXPERTS - 1)
+    blocks = grouped._group_pairs(chosen, EXPERTS, 1)
+    assert blocks.block_counts.tolist() == [rows // size] + [0] * (EXPERTS - 1)

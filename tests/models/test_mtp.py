@@ -44,9 +44,11 @@ def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def run(mtp: Mtp, layer: int, hidden: jax.Array, embedded: np.ndarray, first: int = 0) -> jax.Array:
     """Post-norm outputs of a block that attends causally to itself."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None] + first
-    heads = mtp.heads(layer, hidden, jnp.asarray(embedded), positions)
+    heads = mtp.attention_inputs(layer, hidden, jnp.asarray(embedded), positions)
     mask = up_to_position(positions - first, LENGTH)
-    return mtp.finish(layer, heads.residual, attend(heads.query, heads.key, heads.value, mask))
+    return mtp.layer_output(
+        layer, heads.residual, attend(heads.query, heads.key, heads.value, mask)
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_matches_plain_numpy(
         family != MIMO,
     )
     features, embedded = inputs()
-    hidden, wanted = mtp.read(jnp.asarray(features)), features[0]
+    hidden, wanted = mtp.to_hidden(jnp.asarray(features)), features[0]
     for layer in range(layers):
         hidden = run(mtp, layer, hidden, embedded)
         seen = []

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import rotary_table
-from jaxspec.models.weight_layout import WeightLayout, laid_out
+from jaxspec.models.weight_layout import WeightLayout, apply_layout
 from tests.conftest import tiny_model, tiny_network
 
 
@@ -26,7 +26,7 @@ def test_narrow_types_round_the_table_and_not_the_angles() -> None:
 
 
 def test_cosines_are_computed_once_for_all_heads_of_all_layers() -> None:
-    policy = laid_out(
+    policy = apply_layout(
         tiny_network(Decoder, tiny_model(layers=3, dtype="float32"), 1),
         WeightLayout(fused=True, unrolled=True),
     )

@@ -1,4 +1,4 @@
-"""However a network's weights are laid_out for generation, its products are those of the network as
+"""However a network's weights are laid out for generation, its products are those of the network as
 it was."""
 
 import dataclasses
@@ -23,14 +23,14 @@ from jaxspec.config.settings import (
 )
 from jaxspec.inputs.spec import FamilySpec
 from jaxspec.kernels import cpu_layouts
-from jaxspec.kernels.cpu_layouts import Blocked, Split, Transposed
+from jaxspec.kernels.cpu_layouts import BlockedParam, SplitParam, TransposedParam
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.weight_layout import (
     WeightLayout,
-    fastest,
-    laid_out,
-    with_even_vocabulary,
+    apply_layout,
+    fastest_layout,
+    pad_vocabulary,
 )
 from jaxspec.step import Step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
@@ -94,10 +94,10 @@ FAMILIES = {"biases": BIASES, "experts": EXPERTS}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks and parts, the last block not full; nine rows and more are no longer few, and
     ten are many."""
-    monkeypatch.setattr(cpu_layouts, "BLOCK", 8)
-    monkeypatch.setattr(cpu_layouts, "PART", 4)
-    monkeypatch.setattr(cpu_layouts, "FEW", 9)
-    monkeypatch.setattr(cpu_layouts, "MANY", 10)
+    monkeypatch.setattr(cpu_layouts, "BLOCK_OUTPUTS", 8)
+    monkeypatch.setattr(cpu_layouts, "PART_INPUTS", 4)
+    monkeypatch.setattr(cpu_layouts, "BLOCK_LOOP_ROWS", 9)
+    monkeypatch.setattr(cpu_layouts, "RIGHT_OPERAND_ROWS", 10)
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:
@@ -113,7 +113,7 @@ def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[WeightLayout
     layout changes what it was."""
     before, wanted = numpy_weights(network), jax.tree.leaves(jax.jit(run)(network))
     for name, chosen in LAYOUTS.items():
-        other = laid_out(network, chosen)
+        other = apply_layout(network, chosen)
         found = jax.tree.leaves(jax.jit(run)(other))
         assert len(wanted) == len(found) > 1
         for ours, theirs in zip(found, wanted, strict=True):
@@ -166,12 +166,12 @@ def test_decoders_give_what_they_gave(kind: str) -> None:
             {"gate_up", "down"} if kind == "experts" else {"head"} if policy.config.tied else set()
         )
         assert {part for part, weight in weights.items() if weight is None} == missing
-        turned = {part for part, weight in weights.items() if isinstance(weight, Transposed)}
+        turned = {part for part, weight in weights.items() if isinstance(weight, TransposedParam)}
         assert turned == set(chosen.transposed) - missing
-        assert {part for part, weight in weights.items() if isinstance(weight, Blocked)} == set(
-            chosen.blocked
-        ) - missing
-        assert {part for part, weight in weights.items() if isinstance(weight, Split)} == set(
+        assert {
+            part for part, weight in weights.items() if isinstance(weight, BlockedParam)
+        } == set(chosen.blocked) - missing
+        assert {part for part, weight in weights.items() if isinstance(weight, SplitParam)} == set(
             chosen.split
         ) - missing
 
@@ -185,10 +185,12 @@ def read(network: Any, target: Decoder) -> list[jax.Array]:
         if getattr(network, "fuse", None) is not None
         else network.config.embed
     )
-    hidden, given = network.read(jnp.asarray(random.normal(size=(ROWS, WIDTH, wide)))), []
+    hidden, given = network.to_hidden(jnp.asarray(random.normal(size=(ROWS, WIDTH, wide)))), []
     for layer in range(network.depth * network.stack):
-        heads = network.heads(layer, hidden, network.embed(target, tokens), positions)
-        hidden = network.finish(
+        heads = network.attention_inputs(
+            layer, hidden, network.embed_tokens(target, tokens), positions
+        )
+        hidden = network.layer_output(
             layer,
             heads.residual,
             attend(heads.query, heads.key, heads.value, up_to_position(positions, WIDTH)),
@@ -204,7 +206,7 @@ def test_eagle3_heads_give_what_they_gave(kind: str) -> None:
     for chosen, other in same(lambda head: read(head, target), head):
         for part in (other.first, *([] if head.layers is None else [other.layers])):
             assert part.qkv is not None
-            assert isinstance(part.down, Transposed) == ("down" in chosen.transposed)
+            assert isinstance(part.down, TransposedParam) == ("down" in chosen.transposed)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -215,7 +217,7 @@ def test_mtp_layers_give_what_they_gave(kind: str) -> None:
     target = tiny_network(Decoder, tiny_model(), 1)
     for chosen, other in same(lambda network: read(network, target), network):
         assert other.layers.qkv is not None
-        assert isinstance(other.layers.output, Transposed) == ("output" in chosen.transposed)
+        assert isinstance(other.layers.output, TransposedParam) == ("output" in chosen.transposed)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -231,8 +233,8 @@ def test_a_head_is_lent_however_it_lies(tied: bool) -> None:
 
 def test_nothing_is_arranged_that_cannot_be_joined() -> None:
     policy = tiny_network(Decoder, tiny_model(), 1)
-    assert laid_out(policy, WeightLayout(unrolled=True, transposed=EVERY)) is policy
-    assert laid_out(None, LAYOUTS["fused"]) is None
+    assert apply_layout(policy, WeightLayout(unrolled=True, transposed=EVERY)) is policy
+    assert apply_layout(None, LAYOUTS["fused"]) is None
 
 
 @pytest.mark.parametrize(
@@ -262,11 +264,11 @@ def test_nothing_is_arranged_that_cannot_be_joined() -> None:
 def test_the_layout_follows_mesh_and_sizes(
     tensor: int, threads: int, embed: int, tokens: tuple[int, ...], wanted: WeightLayout
 ) -> None:
-    assert fastest(tiny_model(embed=embed), tensor, threads, tokens) == wanted
+    assert fastest_layout(tiny_model(embed=embed), tensor, threads, tokens) == wanted
 
 
 def step_of(rows: int, kind: DraftKind, length: int) -> Step:
-    """Rollouts of a width that is laid_out."""
+    """Rollouts of a width that is laid out."""
     model = tiny_model(embed=256)
     rollout = RolloutConfig(max_new_tokens=4, draft=DraftConfig(kind=kind, draft_length=length))
     config = tiny_config(
@@ -282,12 +284,26 @@ def step_of(rows: int, kind: DraftKind, length: int) -> Step:
 @pytest.mark.parametrize(
     ("rows", "kind", "length", "threads", "policy", "draft"),
     [
-        (1, "eagle3", 2, 2, Transposed, nnx.Param),  # three tokens at once; of the draft, also one
-        (1, "eagle3", 1, 2, Transposed, Transposed),  # two tokens, and no single ones
+        (
+            1,
+            "eagle3",
+            2,
+            2,
+            TransposedParam,
+            nnx.Param,
+        ),  # three tokens at once; of the draft, also one
+        (1, "eagle3", 1, 2, TransposedParam, TransposedParam),  # two tokens, and no single ones
         (1, "none", 2, 2, nnx.Param, None),
-        (3, "eagle3", 2, 2, Transposed, Transposed),
-        (3, "eagle3", 2, 1, Blocked, Blocked),  # nine tokens, and three
-        (5, "model", 3, 1, Transposed, Blocked),  # twenty tokens; of the draft, ten and five
+        (3, "eagle3", 2, 2, TransposedParam, TransposedParam),
+        (3, "eagle3", 2, 1, BlockedParam, BlockedParam),  # nine tokens, and three
+        (
+            5,
+            "model",
+            3,
+            1,
+            TransposedParam,
+            BlockedParam,
+        ),  # twenty tokens; of the draft, ten and five
     ],
 )
 def test_policy_and_draft_are_arranged_for_their_own_passes(
@@ -309,21 +325,21 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
     else:
         layer = drafter.network.first if kind == "eagle3" else drafter.network.layers[0]
         assert type(layer.qkv) is draft
-        assert type(layer.down) is (Transposed if draft is nnx.Param else draft)
+        assert type(layer.down) is (TransposedParam if draft is nnx.Param else draft)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_that_make_a_vocabulary_split_are_not_seen(tied: bool) -> None:
     model = dataclasses.replace(tiny_model(vocab=11), tied=tied)
     policy = tiny_network(Decoder, model, 1)
-    even = with_even_vocabulary(policy, meshes.make_mesh(1, 4))
+    even = pad_vocabulary(policy, meshes.make_mesh(1, 4))
     assert even.embedding.shape == (12, model.embed)
     assert tied or even.head.shape == (model.embed, 12)
     tokens = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
     positions = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), tokens.shape)
     ours, theirs = (network.logits(network(tokens, positions).hidden) for network in (even, policy))
     np.testing.assert_array_equal(ours, theirs)
-    assert with_even_vocabulary(policy, meshes.make_mesh(8)).embedding.shape == (11, model.embed)
+    assert pad_vocabulary(policy, meshes.make_mesh(8)).embedding.shape == (11, model.embed)
 
 
 @pytest.mark.parametrize(("tensor", "transposed"), [(1, EVERY), (2, ())])

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.hf.policy_config import rope_of
-from jaxspec.inputs.json_keys import Keys
+from jaxspec.hf.policy_config import parse_rope
+from jaxspec.inputs.json_keys import JsonObject
 from jaxspec.inputs.spec import ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.rope import frequencies
+from jaxspec.models.rope import rotary_frequencies
 from jaxspec.rl import optimizers
 from jaxspec.state import Trained
 from tests.conftest import FOR_LONG_RUNS, tiny_model, value_and_grad
@@ -63,10 +63,10 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
         head_dim=128, max_position_embeddings=longest, rope_parameters=given
     )
     wanted, wanted_scale = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, None)
-    theta, factor, rope = rope_of(
-        Keys({"max_position_embeddings": longest, "rope_parameters": given}, "config.json")
+    theta, factor, rope = parse_rope(
+        JsonObject({"max_position_embeddings": longest, "rope_parameters": given}, "config.json")
     )
-    rates, scale = frequencies(128, theta, factor, rope)
+    rates, scale = rotary_frequencies(128, theta, factor, rope)
     np.testing.assert_allclose(rates, wanted.numpy(), rtol=1e-6, atol=0)
     assert scale == pytest.approx(wanted_scale, rel=1e-6)
     unstretched = theta ** (-np.arange(0, 128, 2) / 128)

@@ -67,7 +67,7 @@ MUTANTS = [
         "the recorded log-probability is that before temperature and truncation",
         "rollout/verification/plain.py",
         "logprobs=lambda tokens: _pick(target_logprobs, tokens),",
-        "logprobs=lambda tokens: _pick(sampling.processed_logprobs(block.logits, Processing(),"
+        "logprobs=lambda tokens: _pick(sampling.compute_logprobs(block.logits, Processing(),"
         " block.produced), tokens),",
         "rollout/test_lossless.py::test_recorded_logprobs_are_those_of_a_teacher_forced_pass[history-float64]",
     ),
@@ -76,14 +76,15 @@ MUTANTS = [
         "the round is not in the keys of its coins",
         "rollout/round.py",
         "coins, draws = numbers[:, :length],",
-        "coins, draws = sampling.uniforms(keys, 0 * lengths[:, None], length, dtype)[:, 0],",
+        "coins, draws = sampling.uniform_numbers(keys, 0 * lengths[:, None], length, dtype)[:, 0],",
         f"{SAMPLED}[block, opposite, 3]",
     ),
     Mutant(
         "9",
         "tokens are taken greedily where they should be sampled",
         "sampling.py",
-        "return drawn(jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True)), noise)",
+        "return draw_by_weight(jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True)),"
+        " noise)",
         "return jnp.argmax(logprobs, axis=-1).astype(jnp.int32)",
         f"{SAMPLED}[token, opposite, 3]",
     ),
@@ -99,33 +100,33 @@ MUTANTS = [
         "11",
         "attention sees what stands in the cache above the block",
         "kernels/visible.py",
-        "return (true & (positions >= self.first) if self.first else true) | beyond",
-        "return (true & (positions >= self.first) if self.first else true) | beyond | (positions >"
-        " own.max(axis=1, keepdims=True))",
+        "if self.first else is_committed) | is_draft",
+        "if self.first else is_committed) | is_draft | (positions > query_positions.max(axis=1,"
+        " keepdims=True))",
         f"{LAW}[eagle3, block, 2, sample]",
     ),
     Mutant(
         "12",
         "tokens after an end token inside the block are kept",
-        "rollout/round.py",
-        "jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, good)",
-        "good",
+        "rollout/commit.py",
+        "until_end = jnp.where(jnp.any(ends, axis=1), first_end + 1, finite_count)",
+        "until_end = finite_count",
         CUTS,
     ),
     Mutant(
         "12",
         "the minimum length counts one token too few",
         "sampling.py",
-        "(produced < processing.min_new_tokens)",
-        "(produced + 1 < processing.min_new_tokens)",
+        "(response_position < processing.min_new_tokens)",
+        "(response_position + 1 < processing.min_new_tokens)",
         "test_sampling.py::test_processors_follow_their_order",
     ),
     Mutant(
         "13",
         "a block may run past the length limit",
-        "rollout/round.py",
-        "count = jnp.where(now.running, jnp.minimum(until_end, room), 0)",
-        "count = jnp.where(now.running, until_end, 0)\n    room = jnp.maximum(room, count)",
+        "rollout/commit.py",
+        "count = jnp.where(running, jnp.minimum(until_end, room), 0)",
+        "count = jnp.where(running, until_end, 0)\n    room = jnp.maximum(room, count)",
         CUTS,
     ),
     Mutant(
@@ -181,8 +182,8 @@ MUTANTS = [
         "block coins are keyed by absolute position",
         "rollout/round.py",
         "coins, draws = numbers[:, :length],",
-        "coins, draws = sampling.uniforms(keys, block_positions(lengths, length), 1, dtype)[:,"
-        " :, 0],",
+        "coins, draws = sampling.uniform_numbers(keys, block_positions(lengths, length), 1,"
+        " dtype)[:, :, 0],",
         f"{SAMPLED}[block, one_hot, 3]",
     ),
     Mutant(
@@ -190,8 +191,8 @@ MUTANTS = [
         "drafts are drawn with noise keyed by absolute position",
         "rollout/round.py",
         "sampling.Uniforms(draws[:, :length])",
-        "sampling.Uniforms(sampling.uniforms(keys, block_positions(lengths, length), length +"
-        " levels, dtype)[:, :, length:])",
+        "sampling.Uniforms(sampling.uniform_numbers(keys, block_positions(lengths, length),"
+        " length + levels, dtype)[:, :, length:])",
         f"{SAMPLED}[block, opposite, 3]",
     ),
     Mutant(
@@ -270,10 +271,19 @@ MUTANTS = [
     ),
     Mutant(
         "-",
+        "a token in place of a rejected draft is marked as one after all drafts",
+        "rollout/commit.py",
+        "jnp.where(accepted < offered, CORRECTION, BONUS)",
+        "jnp.where(accepted < 0 * offered, CORRECTION, BONUS)",
+        "rollout/test_commit.py::test_origins_add_up_to_the_statistics[eagle3]",
+    ),
+    Mutant(
+        "-",
         "plain rounds in a row share their noise",
         "rollout/round.py",
-        "own = sampling.Uniforms(sampling.uniforms(keys, lengths[:, None], levels, dtype))",
-        "own = sampling.Uniforms(sampling.uniforms(keys, 0 * lengths[:, None], levels, dtype))",
+        "own = sampling.Uniforms(sampling.uniform_numbers(keys, lengths[:, None], levels, dtype))",
+        "own = sampling.Uniforms(sampling.uniform_numbers(keys, 0 * lengths[:, None], levels,"
+        " dtype))",
         "rollout/test_monte_carlo.py::test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square[3]",
     ),
     Mutant(
@@ -287,7 +297,7 @@ MUTANTS = [
     Mutant(
         "-",
         "statistics count drafts beyond the cut",
-        "rollout/acceptance.py",
+        "rollout/feedback/acceptance.py",
         "offered_in_turn = drafted & (depths <= kept[:, None])",
         "offered_in_turn = drafted",
         "rollout/test_monte_carlo.py::test_a_round_counts_drafts_up_to_its_cut[block_rule]",

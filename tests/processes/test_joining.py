@@ -12,7 +12,7 @@ import pytest
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes import joining, places
 from jaxspec.processes.joining import initialize_processes
-from jaxspec.processes.places import Place
+from jaxspec.processes.places import JobMember
 from tests.conftest import free_port
 
 
@@ -21,7 +21,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What `jax.distributed.initialize` was called with; the environment is that of a lone
     process."""
     for name in list(os.environ):
-        if name.startswith(("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION", *places._OTHERS)):
+        if name.startswith(
+            ("JAXSPEC_", "SLURM_", "OMPI_", "JOB_COMPLETION", *places._JAX_VARIABLES)
+        ):
             monkeypatch.delenv(name)
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
@@ -44,7 +46,7 @@ def test_a_lone_process_starts_nothing(
 
 
 def test_explicit_processes(
-    started: list[tuple[Any, ...]], met: list[Place], monkeypatch: pytest.MonkeyPatch
+    started: list[tuple[Any, ...]], met: list[JobMember], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAXSPEC_COORDINATOR", "host:1234")
     monkeypatch.setenv("JAXSPEC_PROCESSES", "4")
@@ -76,15 +78,15 @@ def test_schedulers_that_jax_does_not_know_are_left_to_it(
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
+def met(monkeypatch: pytest.MonkeyPatch) -> list[JobMember]:
     """The places of processes that would have met."""
-    calls: list[Place] = []
-    monkeypatch.setattr(joining, "meet", lambda place, *_: calls.append(place) or {})
+    calls: list[JobMember] = []
+    monkeypatch.setattr(joining, "meet_processes", lambda place, *_: calls.append(place) or {})
     return calls
 
 
 def test_a_scheduler_that_jax_knows_says_where_to_meet(
-    started: list[tuple[Any, ...]], met: list[Place], monkeypatch: pytest.MonkeyPatch
+    started: list[tuple[Any, ...]], met: list[JobMember], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = {
         "NTASKS": "3",
@@ -181,8 +183,8 @@ def test_what_other_programs_on_jax_are_told_by_is_refused(
         with pytest.raises(
             ConfigError,
             match=(
-                rf"{name} set, which jaxspec does not read, .* Set {', '.join(places.NAMES)} for"
-                r" each"
+                rf"{name} set, which jaxspec does not read, .* Set {', '.join(places.VARIABLES)}"
+                r" for each"
             ),
         ):
             initialize_processes({})

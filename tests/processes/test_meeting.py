@@ -11,16 +11,16 @@ import pytest
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes import meeting as processes
-from jaxspec.processes.meeting import meet
-from jaxspec.processes.places import Place
+from jaxspec.processes.meeting import meet_processes
+from jaxspec.processes.places import JobMember
 from tests.conftest import free_port
 
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> str:
     """A free address; who has not come is named soon."""
-    monkeypatch.setattr(processes, "_PATIENCE", 0.3)
-    monkeypatch.setattr(processes, "_TURN", 0.05)
+    monkeypatch.setattr(processes, "_REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "_POLL_SECONDS", 0.05)
     return f"127.0.0.1:{free_port()}"
 
 
@@ -37,12 +37,12 @@ class Arrival(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.identity, self.lines = identity, dict[int, socket.socket]()
-        self.place, self.seconds, self.refused = Place(coordinator, count, process), seconds, ""
+        self.place, self.seconds, self.refused = JobMember(coordinator, count, process), seconds, ""
         self.start()
 
     def run(self) -> None:
         try:
-            self.lines = meet(self.place, self.seconds, self.identity)
+            self.lines = meet_processes(self.place, self.seconds, self.identity)
         except ConfigError as error:
             self.refused = str(error)
 
@@ -219,7 +219,7 @@ def test_a_name_that_is_not_known_is_said_at_once(
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", unknown)
-    monkeypatch.setattr(processes, "_TURN", 0.05)
+    monkeypatch.setattr(processes, "_POLL_SECONDS", 0.05)
     refused = Arrival("nowhere.invalid:1234", 2, 1, seconds=0.3).ended()
     assert "the name nowhere.invalid is not known here (Name or service not known)" in refused
     assert (

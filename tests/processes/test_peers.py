@@ -15,8 +15,9 @@ import pytest
 SCRIPT = """
 import socket, sys, threading, time
 from jaxspec.processes import peers
-from jaxspec.processes.places import Place
-peers._BEAT, peers._SILENT_SECONDS, peers._ERROR_GRACE, peers._SIGNAL_GRACE = 0.3, 1.5, 2.0, 0.5
+from jaxspec.processes.places import JobMember
+peers._HEARTBEAT_SECONDS, peers._SILENT_SECONDS = 0.3, 1.5
+peers._ERROR_GRACE, peers._SIGNAL_GRACE = 2.0, 0.5
 me, count, port = map(int, sys.argv[1:])
 lines = {}
 if me:
@@ -28,7 +29,7 @@ else:
         while len(lines) < count - 1:
             line, _ = listener.accept()
             lines[line.recv(1)[0]] = line
-peers.hold(Place(f"127.0.0.1:{port}", count, me), lines)
+peers.watch_peers(JobMember(f"127.0.0.1:{port}", count, me), lines)
 print("ready", flush=True)
 for words in sys.stdin:
     exec(words)
@@ -98,7 +99,7 @@ def test_all_others_end_within_seconds_of_one_that_is_killed(killed: int) -> Non
 @pytest.mark.parametrize("failed", [0, 1])
 def test_the_reason_of_one_that_fails_alone_is_told_by_all_others(failed: int) -> None:
     with joined(3) as processes:
-        processes[failed].do("peers.leave(2, 'it lacks\\na file')")
+        processes[failed].do("peers.leave_job(2, 'it lacks\\na file')")
         told = f"process {failed} of 3 has ended: it lacks a file; this process ends too\n"
         for number, each in enumerate(processes):
             assert each.ended() == (2, "" if number == failed else told)
@@ -107,13 +108,13 @@ def test_the_reason_of_one_that_fails_alone_is_told_by_all_others(failed: int) -
 def test_those_that_fail_alike_end_with_their_own_status_and_word() -> None:
     with joined(3) as processes:
         for each in processes:
-            each.do("print('mine', flush=True); peers.leave(2, 'all refuse this')")
+            each.do("print('mine', flush=True); peers.leave_job(2, 'all refuse this')")
         assert [each.ended() for each in processes] == [(2, "mine\n")] * 3
 
 
 def test_a_signal_to_one_ends_all_with_its_status() -> None:
     with joined(2) as processes:
-        processes[1].do("peers.leave(143, 'stopped while starting')")
+        processes[1].do("peers.leave_job(143, 'stopped while starting')")
         assert processes[1].ended() == (143, "")
         status, told = processes[0].ended()
         assert (status, told) == (
@@ -125,10 +126,10 @@ def test_a_signal_to_one_ends_all_with_its_status() -> None:
 def test_who_has_finished_is_not_missed() -> None:
     with joined(3) as processes:
         for number in (0, 2):
-            processes[number].do("peers.leave(0); sys.exit()")
+            processes[number].do("peers.leave_job(0); sys.exit()")
             assert processes[number].ended() == (0, "")
         time.sleep(1.5)
-        processes[1].do("print('still here', flush=True); peers.leave(0); sys.exit()")
+        processes[1].do("print('still here', flush=True); peers.leave_job(0); sys.exit()")
         assert processes[1].ended() == (0, "still here\n")
 
 
@@ -142,7 +143,7 @@ def test_one_that_is_stopped_is_named_and_left_to_jax() -> None:
         assert processes[0].handle.poll() is None
         processes[1].handle.send_signal(signal.SIGCONT)
         for each in processes:
-            each.do("peers.leave(0); sys.exit()")
+            each.do("peers.leave_job(0); sys.exit()")
         # The other has not been silent: it was this one that did not read.
         assert [each.ended() for each in processes] == [(0, "")] * 2
 
@@ -152,10 +153,10 @@ def test_a_process_does_not_leave_in_the_middle_of_a_word() -> None:
     with joined(2) as processes:
         processes[1].do(
             "begun = threading.Event();"
-            " peers.say = lambda text: (begun.set(), time.sleep(1), print(text, flush=True))"
+            " peers.print_line = lambda text: (begun.set(), time.sleep(1), print(text, flush=True))"
         )
         processes[0].handle.send_signal(signal.SIGSTOP)
-        processes[1].do("begun.wait(); peers.leave(0); sys.exit()")
+        processes[1].do("begun.wait(); peers.leave_job(0); sys.exit()")
         status, told = processes[1].ended()
         assert status == 0
         assert told.startswith("process 0 of 2 has not been heard of for ")

@@ -12,15 +12,15 @@ import pytest
 
 from jaxspec.config.data import RewardConfig
 from jaxspec.config.settings import DataConfig
-from jaxspec.data.json_lines import RowParser, assertions_of
+from jaxspec.data.json_lines import RowParser, join_tests
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards import code
 from jaxspec.rewards.code import is_test
-from jaxspec.rewards.extract import extract
+from jaxspec.rewards.extract import extract_answer
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
-from jaxspec.rewards.scorer import Rows, Scorer
-from jaxspec.rewards.worker import program_passes
+from jaxspec.rewards.scorer import RewardInputs, Scorer
+from jaxspec.rewards.worker import check_program
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.rewards.test_pool import SHARED, SLACK, needs_data
 
@@ -134,7 +134,7 @@ def test_the_last_whole_block_is_the_program(pool: RewardPool) -> None:
         f"```bash\n{RIGHT}\n```",
         f"```python\n{wrong}\n```",
     ]
-    rows = Rows(responses, responses, [TESTS] * 6, [{}] * 6)
+    rows = RewardInputs(responses, responses, [TESTS] * 6, [{}] * 6)
     outcomes = Scorer("code", pool=pool, verifier="code")(rows).outcomes.tolist()
     wanted = [Outcome.CORRECT] * 2 + [Outcome.NO_ANSWER] * 3 + [Outcome.WRONG]
     assert outcomes == wanted
@@ -168,7 +168,7 @@ USES = f"```python\n{RIGHT}\n```\n"
 )
 def test_forms_of_a_program(response: str) -> None:
     """What follows the program, and how its block is marked, does not make it wrong."""
-    program = extract(response, "code")
+    program = extract_answer(response, "code")
     assert program is not None
     names: dict[str, Any] = {}
     exec(program, names)
@@ -187,7 +187,7 @@ def test_references_must_assert_something(pool: RewardPool) -> None:
         "class T:\n    def test(self):\n        assert f(1)": False,
     }
     wanted = [number for number, good in enumerate(references.values()) if not good]
-    assert scorer.unreadable(list(references)) == wanted
+    assert scorer.find_unreadable(list(references)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_what_fails_here_says_nothing_of_the_program(
         raise OSError(12, "x")
 
     monkeypatch.setattr(code.subprocess, "Popen", fails)
-    answer = program_passes(TESTS, RIGHT, "", seconds=2.0, folder=str(tmp_path / "own"))
+    answer = check_program(TESTS, RIGHT, "", seconds=2.0, folder=str(tmp_path / "own"))
     assert isinstance(answer, dict)
     assert "OSError: [Errno 12] x" in answer["error"]
 
@@ -244,14 +244,16 @@ def test_assertions_of_published_layouts() -> None:
         "file",
     )
     line = json.dumps(mbpp).encode()
-    assert parser.answer(line, 0) == "import math\nassert f(1)\nassert f(2)"
+    assert parser.parse_answer(line, 0) == "import math\nassert f(1)\nassert f(2)"
     shown = replace(
         parser.config, tokenizer="folder", instruction="Pass {test}", max_prompt_length=64
     )
-    problem = replace(parser, config=shown).parse(json.dumps(mbpp | {"text": "One."}).encode(), 0)
+    problem = replace(parser, config=shown).parse_problem(
+        json.dumps(mbpp | {"text": "One."}).encode(), 0
+    )
     assert problem.prompt.endswith("One.\nPass assert f(1)")
     humaneval = {"test": "def check(g):\n    assert g(1)", "entry_point": "f"}
-    assert assertions_of(humaneval, humaneval["test"]) == f"{humaneval['test']}\ncheck(f)"
+    assert join_tests(humaneval, humaneval["test"]) == f"{humaneval['test']}\ncheck(f)"
     assert is_test(f"{humaneval['test']}\ncheck(f)")
 
 
@@ -265,9 +267,9 @@ def test_reference_solutions_pass(pool: RewardPool) -> None:
 
     mbpp = lines(SHARED / "mbpp/mbpp.jsonl")[::10]
     humaneval = lines(next((SHARED / "humaneval").glob("*.jsonl")))
-    pairs = [(assertions_of(row, row["test_list"]), row["code"]) for row in mbpp]
+    pairs = [(join_tests(row, row["test_list"]), row["code"]) for row in mbpp]
     pairs += [
-        (assertions_of(row, row["test"]), row["prompt"] + row["canonical_solution"])
+        (join_tests(row, row["test"]), row["prompt"] + row["canonical_solution"])
         for row in humaneval
     ]
     found = pool([["code", *pair] for pair in pairs])

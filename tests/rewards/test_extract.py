@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from jaxspec.rewards.extract import (
     _ANSWER_LINE,
-    _BRACES,
-    GAP,
-    WINDOW,
-    extract,
-    normalise,
+    _BRACE,
+    ANSWER_WINDOW,
+    MAX_BOX_GAP,
+    extract_answer,
+    normalize_answer,
     opens_thought,
 )
 
@@ -39,7 +39,7 @@ STYLES = ("hash", "boxed", "answer_line", "number")
         ("boxed", r"\boxed{1} or \boxed{2}", "1, 2"),
         ("boxed", r"\boxed{1}\boxed{2}, \boxed{3}", "1, 2, 3"),
         ("boxed", r"\boxed{1}, so \boxed{2}", "2"),
-        ("boxed", rf"\boxed{{1}}{'.' * (GAP + 1)}\boxed{{2}}", "2"),
+        ("boxed", rf"\boxed{{1}}{'.' * (MAX_BOX_GAP + 1)}\boxed{{2}}", "2"),
         ("boxed", r"\boxed{5} or \boxed{5}", "5"),
         ("boxed", r"\boxed{41, \boxed{42}}", "41, {42}"),
         ("boxed", r"\boxed{{42}}", "42"),
@@ -87,7 +87,7 @@ STYLES = ("hash", "boxed", "answer_line", "number")
     ],
 )
 def test_extract(style, text, found):
-    assert extract(text, style) == found
+    assert extract_answer(text, style) == found
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_extract(style, text, found):
         ("9" * 5000, "9" * 5000),
     ],
 )
-def test_normalise(answer, normal):
-    assert normalise(answer) == normal
+def test_normalize(answer, normal):
+    assert normalize_answer(answer) == normal
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -131,22 +131,22 @@ def test_a_thought_that_begins_in_the_prompt_must_close(style):
     assert opens_thought("user: 6*7\nassistant: <think>\n")
     assert not opens_thought("<think>\n\n</think>\n\n")
     assert not opens_thought("put thoughts into <think> first")
-    assert extract(text, style, in_thought=True) is None
-    assert extract(f"so</think>{text}", style, in_thought=True) == "42"
-    assert extract(text, style) == "42"
+    assert extract_answer(text, style, in_thought=True) is None
+    assert extract_answer(f"so</think>{text}", style, in_thought=True) == "42"
+    assert extract_answer(text, style) == "42"
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.text() | st.text(alphabet="\\boxed{}#$.,+-0 answer:*\n</think>"), st.sampled_from(STYLES))
 def test_any_text_is_accepted(text, style):
-    found = extract(text, style)
+    found = extract_answer(text, style)
     assert found is None or found.strip()
-    assert normalise(normalise(text)) == normalise(text)
+    assert normalize_answer(normalize_answer(text)) == normalize_answer(text)
 
 
 @given(st.integers())
 def test_integers_are_their_own_normal_form(number):
-    assert normalise(str(number)) == str(number)
+    assert normalize_answer(str(number)) == str(number)
 
 
 def work(text: str, style: str) -> int:
@@ -159,17 +159,17 @@ def work(text: str, style: str) -> int:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal count
-        if frame.f_globals.get("__name__") != extract.__module__:
+        if frame.f_globals.get("__name__") != extract_answer.__module__:
             return None
         count += event == "line"
-        if event == "call" and frame.f_code.co_name != extract.__name__:
+        if event == "call" and frame.f_code.co_name != extract_answer.__name__:
             count += sum(len(value) for value in frame.f_locals.values() if isinstance(value, str))
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        extract(text, style)  # pyright: ignore[reportArgumentType]
+        extract_answer(text, style)  # pyright: ignore[reportArgumentType]
     finally:
         sys.settrace(before)
     return count
@@ -182,9 +182,9 @@ def work(text: str, style: str) -> int:
 def test_work_does_not_grow_with_the_text(style, piece):
     """And is no more than some steps for each character of the window, however the text is
     built."""
-    long = work(piece * WINDOW, style)
-    assert work(piece * 4 * WINDOW, style) == long
-    assert 0 < long <= 10 * WINDOW
+    long = work(piece * ANSWER_WINDOW, style)
+    assert work(piece * 4 * ANSWER_WINDOW, style) == long
+    assert 0 < long <= 10 * ANSWER_WINDOW
 
 
 def endless(parts: Any) -> list[Any]:
@@ -201,7 +201,7 @@ def endless(parts: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "repeats"), [(_BRACES, 0), (_ANSWER_LINE, 1), (re.compile("(a|b*c)?d+?"), 2)]
+    ("pattern", "repeats"), [(_BRACE, 0), (_ANSWER_LINE, 1), (re.compile("(a|b*c)?d+?"), 2)]
 )
 def test_a_search_steps_back_over_few_characters(pattern, repeats):
     """What the count above does not see: `re` tries a repetition without an end again from every
@@ -214,4 +214,4 @@ def test_a_search_steps_back_over_few_characters(pattern, repeats):
 
 
 def test_answers_before_the_window_do_not_count():
-    assert extract("#5" + " " * WINDOW, "hash") is None
+    assert extract_answer("#5" + " " * ANSWER_WINDOW, "hash") is None

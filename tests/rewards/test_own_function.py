@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from jaxspec.rewards.own_function import adapt_function, rewards_of
+from jaxspec.rewards.own_function import adapt_function, compute_rewards
 
 PROMPTS, RESPONSES, ANSWERS = ["p", "q"], ["r 1", "s"], ["1", "2"]
 ROWS: list[dict[str, Any]] = [{"data_source": "d", "extra_info": {"n": 3}, "level": 5}, {}]
 
 
 def called(function: Any, rows: list[dict[str, Any]] = ROWS) -> Any:
-    return rewards_of(adapt_function(function).call, PROMPTS, RESPONSES, ANSWERS, rows)
+    return compute_rewards(adapt_function(function).call, PROMPTS, RESPONSES, ANSWERS, rows)
 
 
 def rewards(function: Any, rows: list[dict[str, Any]] = ROWS) -> list[float]:

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.data.json_lines import reference_answer
+from jaxspec.data.json_lines import extract_reference
 from jaxspec.mesh import make_mesh, rows_sharding
 from jaxspec.rewards import scorer as scoring
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import PoolError, RewardPool
-from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.scorer import RewardInputs, Scorer
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason="no shared data here")
@@ -89,11 +89,11 @@ def test_answers_keep_their_places_beside_what_hangs(pool: RewardPool) -> None:
 
 
 def test_a_worker_that_dies_is_replaced(pool: RewardPool) -> None:
-    number = pool.submit([["math", *HANGS]])
+    number = pool.submit_tasks([["math", *HANGS]])
     for pid in children(pool._process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    [answer] = pool.collect(number)
+    [answer] = pool.collect_answers(number)
     assert answer in ({"died": True}, {"timeout": True})
     assert easy(pool)
 
@@ -127,9 +127,9 @@ def test_verdicts_are_the_same_while_jax_works_on_several_devices(pool: RewardPo
 
 
 def test_answers_are_taken_by_number_in_any_order(pool: RewardPool) -> None:
-    first, second = pool.submit([["math", "1", "1"]]), pool.submit([["math", "1", "2"]])
-    assert pool.collect(second) == [False]
-    assert pool.collect(first) == [True]
+    first, second = pool.submit_tasks([["math", "1", "1"]]), pool.submit_tasks([["math", "1", "2"]])
+    assert pool.collect_answers(second) == [False]
+    assert pool.collect_answers(first) == [True]
 
 
 def test_nothing_is_left_of_a_pool_however_it_ends(pool: RewardPool) -> None:
@@ -152,7 +152,7 @@ def test_a_verifier_that_errs_is_found_out(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Canaries: or else every reward would silently be zero."""
-    rows = Rows([""], [r"\boxed{\sqrt{12}}"], [r"2\sqrt{3}"], [{}])
+    rows = RewardInputs([""], [r"\boxed{\sqrt{12}}"], [r"2\sqrt{3}"], [{}])
     scorer = Scorer("boxed", pool=pool, verifier="math")
     assert scorer(rows).rewards.tolist() == [1]
     sick = {"math": (*scoring.CANARIES["math"], ("2", "3", True))}
@@ -164,16 +164,16 @@ def test_a_verifier_that_errs_is_found_out(
 def test_a_late_verdict_is_wrong_by_name(pool: RewardPool) -> None:
     responses = [f"\\boxed{{{HANGS[1]}}}", r"\boxed{\frac{2}{2}}", "1"]
     scores = Scorer("boxed", pool=pool, verifier="math")(
-        Rows(responses, responses, "111", [{}] * 3)
+        RewardInputs(responses, responses, "111", [{}] * 3)
     )
     assert scores.outcomes.tolist() == [Outcome.TIMEOUT, Outcome.CORRECT, Outcome.NO_ANSWER]
     assert scores.rewards.tolist() == [0, 1, 0]
-    assert scores.known.all()
+    assert scores.valid.all()
 
 
 def test_references_that_cannot_be_read_are_found(pool: RewardPool) -> None:
     scorer = Scorer("boxed", pool=pool, verifier="math")
-    assert scorer.unreadable(["1", r"\frac{1}{2}", r"\text{}", "(3,4)"]) == [2]
+    assert scorer.find_unreadable(["1", r"\frac{1}{2}", r"\text{}", "(3,4)"]) == [2]
 
 
 @needs_data
@@ -188,10 +188,10 @@ def test_the_verdicts_on_cases_of_other_projects(name: str, least: int, most_wro
     all_cases = [case for case in cases(name) if "convention" not in case]
     given = [case["pred"] for case in all_cases]
     responses = [text if "\\boxed" in text else f"\\boxed{{{text}}}" for text in given]
-    references = [reference_answer(case["gold"]) for case in all_cases]
+    references = [extract_reference(case["gold"]) for case in all_cases]
     with RewardPool(2, 10 * DEADLINE) as pool:
         scorer = Scorer("boxed", pool=pool, verifier="math")
-        scores = scorer(Rows(responses, responses, references, [{}] * len(responses)))
+        scores = scorer(RewardInputs(responses, responses, references, [{}] * len(responses)))
     accepted = scores.rewards == 1
     expected = np.array([case["expected"] for case in all_cases])
     assert int(np.sum(accepted == expected)) >= least
@@ -204,7 +204,7 @@ def test_hostile_responses_are_settled_in_time(pool: RewardPool) -> None:
     scorer = Scorer("boxed", pool=pool, verifier="math")
     for case in cases("hostile.jsonl"):
         before = time.monotonic()
-        scores = scorer(Rows([""], [case["response"]], [case["gold"]], [{}]))
+        scores = scorer(RewardInputs([""], [case["response"]], [case["gold"]], [{}]))
         assert time.monotonic() - before < DEADLINE + SLACK, case["id"]
         if case["expected"] is not None:
             assert scores.rewards.tolist() == [case["expected"]], case["id"]
@@ -219,8 +219,8 @@ def test_all_solutions_of_math500_are_accepted(pool: RewardPool) -> None:
     solutions = [problem["solution"] for problem in problems]
     answers = [problem["answer"] for problem in problems]
     scorer = Scorer("boxed", pool=pool, verifier="math")
-    assert scorer.unreadable(answers) == []
-    scores = scorer(Rows(solutions, solutions, answers, [{}] * len(answers)))
+    assert scorer.find_unreadable(answers) == []
+    scores = scorer(RewardInputs(solutions, solutions, answers, [{}] * len(answers)))
     assert len(answers) == 500
     assert np.flatnonzero(scores.rewards == 0).tolist() == []
 

@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec.rewards.outcome import Outcome, Scores
 from jaxspec.rewards.pool import PoolError, RewardPool
-from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.scorer import RewardInputs, Scorer
 from tests.rewards.test_pool import SLACK, alive, children
 
 MODULE = """
@@ -82,15 +82,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(pool: RewardPool, responses: list[str], rows: int = 32, **columns: Any) -> Scores:
-    scorer = Scorer("hash", ("function",), (1.0,), pool, rows=rows)
-    return scorer(Rows(responses, responses, ["4"] * len(responses), [columns] * len(responses)))
+    scorer = Scorer("hash", ("function",), (1.0,), pool, rows_per_call=rows)
+    return scorer(
+        RewardInputs(responses, responses, ["4"] * len(responses), [columns] * len(responses))
+    )
 
 
 def test_a_function_of_ones_own_gets_whole_rows(file: Path) -> None:
     with RewardPool(2, 5.0, f"{file}:by_row") as pool:
         scores = judged(pool, ["4", "5", "4", "6", "4"], rows=2, bonus=0.25)
         assert scores.rewards.tolist() == [1.25, 0.25, 1.25, 0.25, 1.25]
-        assert scores.known.all()
+        assert scores.valid.all()
 
 
 def test_a_child_that_returns_as_well_answers_nothing(file: Path) -> None:
@@ -126,7 +128,7 @@ def test_whatever_it_does_its_rows_are_left_out_and_the_others_are_not(file: Pat
     with RewardPool(2, 1.0, f"{file}:naughty") as pool:
         scores = judged(pool, responses, rows=1)
         known = [response not in said for response in responses]
-        assert scores.known.tolist() == known
+        assert scores.valid.tolist() == known
         wanted = [0.5 * one for one in known[:-1]] + [0.25]
         assert scores.rewards.tolist() == wanted
         late = [Outcome(outcome) == Outcome.TIMEOUT for outcome in scores.outcomes]
@@ -145,7 +147,7 @@ def test_a_function_that_writes_to_its_pipe_is_ended(file: Path) -> None:
         began = time.monotonic()
         scores = judged(pool, responses, rows=1)
         assert time.monotonic() - began < 5 + SLACK
-        assert scores.known.tolist() == [False, True] * len(bad)
+        assert scores.valid.tolist() == [False, True] * len(bad)
         assert scores.rewards.tolist() == [0, 0.5] * len(bad)
         assert "wrote to the connection of the pool" in scores.reason
 
@@ -154,7 +156,7 @@ STARTED = "pool([]); os.kill(os.getpid(), 9)"
 FORKING = "time.sleep(0.3); os.kill(os.getpid(), 9)"
 HALF = """
 pool([])
-pool.submit([["rows", ["partial"], ["partial"], [""], [{}]]] * 4)
+pool.submit_tasks([["rows", ["partial"], ["partial"], [""], [{}]]] * 4)
 time.sleep(1)
 os.kill(os.getpid(), 9)
 """

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.rewards import code
 from jaxspec.rewards.pool import RewardPool
-from jaxspec.rewards.worker import program_passes
+from jaxspec.rewards.worker import check_program
 from tests.rewards.test_code import DEADLINE, RIGHT, TESTS, passes
 from tests.rewards.test_pool import alive, children
 
@@ -30,7 +30,7 @@ def judged_here(folder: Path, program: str, sandbox: str, tests: str = TESTS) ->
     """Verdict on a program without a pool, and processes that it leaves."""
     script = (
         "import sys; from jaxspec.rewards.code import *; adopt_orphans(); tests, *rest = sys.argv;"
-        "print(passes(sys.argv[1], sys.argv[2], 20.0, sys.argv[3], sys.argv[4]), len(children()))"
+        "print(passes_tests(*sys.argv[1:3], 20.0, *sys.argv[3:5]), len(list_children()))"
     )
     words = [sys.executable, "-c", script, tests, program, str(folder / "own"), sandbox]
     verdict, left = subprocess.run(words, capture_output=True, check=True, text=True).stdout.split()
@@ -163,7 +163,7 @@ def f(x):
 def test_what_ends_before_the_program_begins_says_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code, "_command", lambda *_: ["/bin/false"])
-    answer = program_passes(TESTS, RIGHT, "", seconds=2.0, folder=str(tmp_path / "own"))
+    monkeypatch.setattr(code, "_build_command", lambda *_: ["/bin/false"])
+    answer = check_program(TESTS, RIGHT, "", seconds=2.0, folder=str(tmp_path / "own"))
     assert isinstance(answer, dict)
     assert "the process that is to run the program has ended" in answer["error"]

@@ -9,13 +9,15 @@ import pytest
 
 from jaxspec.rewards.outcome import Outcome, Scores
 from jaxspec.rewards.pool import RewardPool
-from jaxspec.rewards.scorer import Rows, Scorer, thinks_first
+from jaxspec.rewards.scorer import RewardInputs, Scorer, begins_with_thought
 
 
 def scored(responses: list[str], answers: list[str], style: Any = "hash", **options: Any) -> Scores:
     """Of responses to prompts without a text."""
     nothing = [""] * len(responses)
-    return Scorer(style, **options)(Rows(nothing, responses, answers, [{}] * len(responses)))
+    return Scorer(style, **options)(
+        RewardInputs(nothing, responses, answers, [{}] * len(responses))
+    )
 
 
 def test_rewards_and_outcomes_by_row() -> None:
@@ -29,7 +31,7 @@ def test_rewards_and_outcomes_by_row() -> None:
     ]
     assert scores.rewards.dtype == np.float32
     assert scores.outcomes.dtype == np.int8
-    assert scores.known.all()
+    assert scores.valid.all()
 
 
 def test_style_is_obeyed() -> None:
@@ -40,7 +42,7 @@ def test_style_is_obeyed() -> None:
 def test_no_rows_and_unequal_rows() -> None:
     assert scored([], []).rewards.shape == (0,)
     with pytest.raises(ValueError, match="shorter"):
-        Scorer("hash")(Rows(["", ""], ["#1", "#2"], ["1"], [{}, {}]))
+        Scorer("hash")(RewardInputs(["", ""], ["#1", "#2"], ["1"], [{}, {}]))
 
 
 def test_without_a_verifier_mathematics_is_text() -> None:
@@ -85,13 +87,13 @@ def test_dapos_own_rule(response: str, correct: bool) -> None:
     ],
 )
 def test_thought_comes_first_and_once(response: str, holds: bool) -> None:
-    assert thinks_first(response) == holds
+    assert begins_with_thought(response) == holds
 
 
 def test_a_box_in_a_thought_that_never_closes_does_not_count() -> None:
     responses = [r"\boxed{7}", r"\boxed{7}", r"so</think>\boxed{7}", r"<think>\boxed{7}"]
     prompts = ["6+1=", "6+1=<think>\n", "6+1=<think>\n", "6+1="]
-    scores = Scorer("boxed")(Rows(prompts, responses, ["7"] * 4, [{}] * 4))
+    scores = Scorer("boxed")(RewardInputs(prompts, responses, ["7"] * 4, [{}] * 4))
     assert scores.rewards.tolist() == [1, 0, 1, 0]
     assert scores.outcomes.tolist()[1] == scores.outcomes.tolist()[3] == Outcome.NO_ANSWER
 
@@ -114,17 +116,17 @@ class Busy(RewardPool):
     def __init__(self) -> None:
         """Starts nothing."""
 
-    def submit(self, tasks: Sequence[list[Any]]) -> int:
+    def submit_tasks(self, tasks: Sequence[list[Any]]) -> int:
         return len(tasks)
 
-    def collect(self, number: int) -> list[Any]:
-        return [True, True, False, True] + [{"unjudged": 60.0}] * (number - 4)
+    def collect_answers(self, batch_id: int) -> list[Any]:
+        return [True, True, False, True] + [{"unjudged": 60.0}] * (batch_id - 4)
 
 
 def test_what_was_not_judged_is_left_out_and_said() -> None:
     responses = [f"\\boxed{{x^{number}}}" for number in range(3)]
     scores = scored(responses, ["x", "y", "z"], "boxed", pool=Busy(), verifier="math")
-    assert scores.known.tolist() == [True, False, False]
+    assert scores.valid.tolist() == [True, False, False]
     assert scores.rewards.tolist() == [1, 0, 0]
     assert scores.outcomes.tolist() == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.TIMEOUT]
     assert "the workers busy for 60 s, the most that a batch may take" in scores.reason

@@ -11,9 +11,9 @@ import pytest
 from jaxspec.drafts.kinds import learned
 from jaxspec.drafts.unroll import UNROLL
 from jaxspec.kernels import chunks
-from jaxspec.models.decoder import Decoder, Forward
+from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
-from jaxspec.models.layers import cast
+from jaxspec.models.layers import cast_floats
 from jaxspec.models.mtp import Mtp
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import LOSSES, DraftLoss, Objective, draft_loss
@@ -57,7 +57,7 @@ def networks(
 
 
 @jax.jit
-def forward_of(target: Decoder) -> Forward:
+def forward_of(target: Decoder) -> DecoderOutput:
     return target(TEXTS.tokens, TEXTS.positions, taps=(1, 2, 3))
 
 
@@ -67,7 +67,7 @@ def objective(
     return Objective(LOSSES[loss], steps, decay, temperature, UNROLL)
 
 
-def loss_of(network: Any, target: Decoder, forward: Forward, chosen: Objective) -> DraftLoss:
+def loss_of(network: Any, target: Decoder, forward: DecoderOutput, chosen: Objective) -> DraftLoss:
     return compiled(network, target, forward, TEXTS, chosen)
 
 
@@ -234,7 +234,7 @@ def test_the_target_gets_no_gradient_and_every_weight_of_the_draft_does() -> Non
     network, target = networks(vocab=7)
     forward = forward_of(target)
 
-    def value(weights: Any, target: Decoder, forward: Forward) -> jax.Array:
+    def value(weights: Any, target: Decoder, forward: DecoderOutput) -> jax.Array:
         return loss_of(
             optimizers.with_parameters(network, weights), target, forward, objective()
         ).loss
@@ -317,7 +317,7 @@ def test_depths_run_only_where_a_label_is_learnt_change_nothing(
         return jax.jit(jax.value_and_grad(value))(network), loops
 
     whole, loops = slopes()
-    monkeypatch.setattr(chunks, "WIDE", 1)
+    monkeypatch.setattr(chunks, "WIDE_ELEMENTS", 1)
     monkeypatch.setattr(chunks, "CHUNK_POSITIONS_CPU", 2)
     found, more_loops = slopes()
     assert more_loops > loops
@@ -360,7 +360,9 @@ def test_the_loss_is_at_least_float32(name: str) -> None:
 
     def value() -> DraftLoss:
         kinds = functools.partial(eagle3, vocab=7), Decoder
-        network, target = (cast(kind(model, jax.random.key(0)), jnp.bfloat16) for kind in kinds)
+        network, target = (
+            cast_floats(kind(model, jax.random.key(0)), jnp.bfloat16) for kind in kinds
+        )
         return draft_loss(network, target, forward_of(target), TEXTS, objective(name))
 
     found = jax.eval_shape(value)

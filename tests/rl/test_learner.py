@@ -26,11 +26,11 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RolloutConfig,
 )
-from jaxspec.host.runner import abstract
+from jaxspec.host.programs import abstract
 from jaxspec.kernels import chunks
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import cast
-from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.layers import cast_floats
+from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.models.mtp import Mtp
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import draft_loss
@@ -217,7 +217,7 @@ def learnt(
     are given."""
     learner = step.learner
     masters = "float64" if learner.dtype == "float64" else "float32"
-    policy, draft = cast(networks(kind), masters)
+    policy, draft = cast_floats(networks(kind), masters)
     state = learner.start(policy, draft, online=True)
     state = jax.device_put(state, learner.layout(state))
     batch = texts_to_learn(*(rows or texts()), step.mesh, learner.tokens)
@@ -301,7 +301,7 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     step = step_of("eagle3", 30, 2, lora=LoraConfig(rank=2, alpha=3.0))
     policy, draft = networks("eagle3")
     adapted = step.adapt(policy)
-    assert isinstance(adapted, Adapted)
+    assert isinstance(adapted, AdaptedDecoder)
     random = np.random.default_rng(5)
     adapted.adapters = jax.tree.map(
         lambda leaf: jnp.asarray(0.1 * random.normal(size=leaf.shape)), adapted.adapters
@@ -321,7 +321,7 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     @jax.jit
     @jax.grad
     def slope(weights: Any) -> jax.Array:
-        network = merged(optimizers.with_parameters(adapted, weights))
+        network = merge_lora(optimizers.with_parameters(adapted, weights))
         logprobs = jax.nn.log_softmax(network.logits(network(rows.tokens, rows.positions).hidden))
         picked = jnp.take_along_axis(logprobs, rows.labels[:, :, None], axis=2)[:, :, 0]
         return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxspec.kernels import chunks
-from jaxspec.kernels.chunks import in_chunks
+from jaxspec.kernels.chunks import map_in_chunks
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import label_logprobs, response_mask
 from jaxspec.rl.train_batch import whole_rows
-from jaxspec.rollout.acceptance import no_statistics
+from jaxspec.rollout.feedback.acceptance import no_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
 from tests.conftest import tiny_model, tiny_network
@@ -39,7 +39,7 @@ def token_logprobs(policy: Decoder, processing: Processing) -> tuple[jax.Array, 
         part[:, :-1]
         for part in (policy(texts.tokens, texts.positions).hidden, texts.labels, produced)
     )
-    picked, entropies = in_chunks(chunk, policy, len(TOKENS) * policy.config.vocab, *inputs)
+    picked, entropies = map_in_chunks(chunk, policy, len(TOKENS) * policy.config.vocab, *inputs)
     shift = ((0, 0), (1, 0))
     return jnp.pad(picked, shift), jnp.pad(entropies, shift)
 
@@ -115,13 +115,14 @@ def test_chunks_change_neither_values_nor_gradients(
         assert slope.any(), name
 
 
-def test_response_mask_covers_responses_only() -> None:
+def test_response_mask_covers_what_the_policy_sampled() -> None:
     rollout = Rollout(
         tokens=jnp.zeros((3, 6), jnp.int32),
         prompt_lengths=jnp.array([2, 1, 4], jnp.int32),
         lengths=jnp.array([5, 1, 6], jnp.int32),
         logprobs=jnp.zeros((3, 6)),
         status=jnp.zeros(3, jnp.int32),
+        origin=jnp.array([[0, 0, 2, 5, 3, 0], [0] * 6, [0, 0, 0, 1, 4, 6]], jnp.int8),
         version=jnp.zeros(3, jnp.int32),
         statistics=no_statistics(3, 1, 1, 1, jnp.float64),
     )

@@ -140,7 +140,7 @@ def test_traffic_to_experts_is_that_of_the_labels() -> None:
     sums, counts = jax.jit(step.learner.passes.sums)(network, None, batch)
     counted = np.roll(in_mini_batch(batch, 0), -1, axis=1)
     places = jnp.broadcast_to(jnp.arange(SIZE, dtype=jnp.int32), counted.shape)
-    whole = jax.jit(network)(batch.tokens, places, counted=jnp.asarray(counted)).traffic
+    whole = jax.jit(network)(batch.tokens, places, traffic_mask=jnp.asarray(counted)).traffic
     assert sums.experts is not None
     assert sums.experts.tokens.shape == (2, 4)
     assert (sums.experts.tokens.sum(axis=1) == 2 * counts.tokens).all()

@@ -15,7 +15,7 @@ from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
-from jaxspec.models.lora import Adapted
+from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.optimizers import ADAM
 from jaxspec.state import Trained
@@ -194,7 +194,9 @@ def test_muon_orthogonalises_every_matrix_by_itself_and_leaves_the_rest_to_adamw
 
 
 def test_muon_takes_adapters_for_matrices_and_keeps_its_coefficients() -> None:
-    policy = Adapted(tiny_network(Decoder, tiny_model()), LoraConfig(rank=2), jax.random.key(0))
+    policy = AdaptedDecoder(
+        tiny_network(Decoder, tiny_model()), LoraConfig(rank=2), jax.random.key(0)
+    )
     weights = optimizers.parameters(policy)
     axes = jax.tree_util.tree_leaves_with_path(
         optimizers.matrices(weights), is_leaf=lambda node: hasattr(node, "reduction_axis")

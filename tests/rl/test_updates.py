@@ -23,7 +23,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.lora import Adapted, merged
+from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.train_batch import TrainBatch, plan_layout, read_lengths, whole_rows
@@ -108,7 +108,7 @@ def policy() -> Decoder:
 
 def logprobs_of(network: Any, rows: Rows) -> jax.Array:
     """Of each token given those before it, [rows, size]; 0 for the first."""
-    network = merged(network)
+    network = merge_lora(network)
     texts = whole_rows(jnp.asarray(rows.tokens), jnp.asarray(rows.chosen))
     logits = network.logits(network(texts.tokens, texts.positions).hidden)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), texts.labels[..., None], axis=2)
@@ -117,7 +117,7 @@ def logprobs_of(network: Any, rows: Rows) -> jax.Array:
 
 def by_hand(network: Any, rows: Rows, minis: int, epochs: int, recompute: bool) -> Any:
     """Descent on the clipped loss and the bounded k3 divergence, written out; with the losses."""
-    reference = logprobs_of(network.base if isinstance(network, Adapted) else network, rows)
+    reference = logprobs_of(network.base if isinstance(network, AdaptedDecoder) else network, rows)
     old = logprobs_of(network, rows) if recompute else jnp.asarray(rows.sampled)
 
     def loss_of(weights: Any, here: jax.Array) -> jax.Array:
@@ -179,7 +179,7 @@ def test_several_updates_are_those_written_out(
     how: Any = "recompute" if recompute else "reuse"
     step = step_of(mesh, LossConfig(**LOSS, logprobs=how), None, minis, epochs, rank)
     rows, network = Rows(), step.adapt(policy())
-    if isinstance(network, Adapted):  # whose change is not nothing
+    if isinstance(network, AdaptedDecoder):  # whose change is not nothing
         network.adapters = jax.tree.map(lambda leaf: leaf + 0.05, network.adapters)
     after, metrics = learnt(step, network, rows)
     weights, loss = by_hand(network, rows, minis, epochs, recompute)

@@ -20,7 +20,7 @@ def test_positions_that_no_label_needs_may_be_left_out(
     monkeypatch: pytest.MonkeyPatch, kind: str, data: int, tensor: int
 ) -> None:
     slopes, of_policy, of_draft = plain(kind)
-    monkeypatch.setattr(chunks, "WIDE", 1)
+    monkeypatch.setattr(chunks, "WIDE_ELEMENTS", 1)
     monkeypatch.setattr(chunks, "CHUNK_POSITIONS_CPU", 3)
     found, metrics = learnt(step_of(kind, 30, data, tensor), kind)
     assert_close(found, slopes, 1e-12)

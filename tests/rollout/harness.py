@@ -17,9 +17,9 @@ from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout import length_chooser
+from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.generate import generate
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.block import Block, Verification
 from jaxspec.rollout.verification.fused import FUSED
 from jaxspec.rollout.verification.plain import PLAIN

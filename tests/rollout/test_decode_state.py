@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.rollout.decode_state import DecodeState, may_run_out, rows_may_wait
 from jaxspec.rollout.generate import begin
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from tests.rollout.harness import (
     GROUP,
     NEW,

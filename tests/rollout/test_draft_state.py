@@ -12,11 +12,12 @@ from jaxspec.drafts.base import Context, Draft
 from jaxspec.drafts.lookup import PreferringState
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout import length_chooser
 from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
+from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.generate import advance, begin
 from jaxspec.rollout.prefill import append_unread
-from jaxspec.rollout.round import Settings, features
+from jaxspec.rollout.round import features
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.slots import refill
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
@@ -118,7 +119,7 @@ def said(
     )
     whole = tiny_prompts(len(texts)).replace(tokens=texts, lengths=jnp.maximum(lengths, 1))
     draft_state, cache = read_whole(learned, network, target, whole, features(forward))
-    cache = contiguous.rows_of(cache, 1, texts.shape[1] + DEPTHS + 1)
+    cache = contiguous.expand_prompts(cache, 1, texts.shape[1] + DEPTHS + 1)
     theirs = learned.propose(
         network, target, draft_state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
     )[2].logits

@@ -9,7 +9,7 @@ import pytest
 from jaxspec.inputs.spec import FamilySpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from tests.conftest import eagle3, tiny_model, tiny_network
 from tests.rollout.harness import (
     GROUP,

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.drafts.recurrent import recurrent
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, FAILED, LENGTH, RUNNING

@@ -252,10 +252,12 @@ def test_a_residual_without_weight_falls_back_to_the_target(vocab: int) -> None:
     def draw(again: tuple[jax.Array, jax.Array]) -> np.ndarray:
         first, second = (functools.partial(jnp.take_along_axis, each, axis=1) for each in again)
         prefers = jnp.asarray(wants_first)
-        return np.asarray(sampling.drawn_of_either(*weights, prefers, noise, (first, second)))
+        return np.asarray(sampling.draw_from_either(*weights, prefers, noise, (first, second)))
 
     chosen = np.where((wants_first & (first > 0).any(axis=1))[:, None], first, second)
-    np.testing.assert_array_equal(draw(weights), sampling.drawn(jnp.asarray(chosen), noise))
+    np.testing.assert_array_equal(
+        draw(weights), sampling.draw_by_weight(jnp.asarray(chosen), noise)
+    )
     assert (chosen[np.arange(200), draw(weights)] > 0).all()
     gone = draw((jnp.zeros_like(weights[0]), weights[1]))
     assert (second[np.arange(200), gone] > 0).all()

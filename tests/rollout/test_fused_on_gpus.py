@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.compiled.counts import Counted
+from jaxspec.compiled.counts import CostCounter
 from jaxspec.compiled.hardware import HARDWARE, Card
 from jaxspec.compiled.text import Instruction, Program, Shape
 from jaxspec.drafts import draft_temperature
@@ -41,8 +41,8 @@ class Found(NamedTuple):
 
 def found(program: Any) -> Found:
     parsed = Program(program.as_text())
-    counted, entry = Counted(parsed, {"data": 1}), parsed.entry
-    lines, total = parsed.by_name[entry], 0
+    counted, entry = CostCounter(parsed, {"data": 1}), parsed.entry
+    lines, total = parsed.instructions_by_name[entry], 0
 
     def is_wide(shape: Shape) -> bool:
         return any(size in (VOCAB, OWN) for size in shape.sizes)
@@ -53,8 +53,8 @@ def found(program: Any) -> Found:
 
     for each in parsed.computations[entry]:
         if any(map(is_wide, shapes(each))):
-            total += counted.bytes(entry, each) if each.opcode == "fusion" else 0
-    return Found(total, int(counted.of(entry).kernels), cuda.temporaries(program))
+            total += counted.count_bytes(entry, each) if each.opcode == "fusion" else 0
+    return Found(total, int(counted.count_computation(entry).kernels), cuda.temporaries(program))
 
 
 def verification(card: Card, form: str, own: bool, auto: bool, dtype: str) -> Found:
@@ -99,7 +99,7 @@ def verification(card: Card, form: str, own: bool, auto: bool, dtype: str) -> Fo
         described((ROWS, LENGTH), "float32"),
         described((ROWS, level_count(VOCAB)), "float32"),
     )
-    return found(cuda.compiled(verify, mesh, *arguments))
+    return found(cuda.compile_for_mesh(verify, mesh, *arguments))
 
 
 def plain_step(card: Card, form: str) -> Found:
@@ -120,7 +120,7 @@ def plain_step(card: Card, form: str) -> Found:
 
     described = described_on(mesh)
     noise = described((ROWS, 1, level_count(VOCAB)), "float32")
-    return found(cuda.compiled(step, mesh, described((ROWS, 1, VOCAB), "bfloat16"), noise))
+    return found(cuda.compile_for_mesh(step, mesh, described((ROWS, 1, VOCAB), "bfloat16"), noise))
 
 
 def described_on(mesh: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxspec.drafts.recurrent import RecurrentState, recurrent
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.generate import advance, begin, collect
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, FAILED, IDLE, LENGTH, RUNNING, Prompts, Rollout

@@ -6,8 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout.acceptance import no_statistics
-from jaxspec.rollout.length_chooser import choose, contexts, expected_tokens, unmeasured, update
+from jaxspec.rollout.feedback.acceptance import no_statistics
+from jaxspec.rollout.feedback.length_chooser import (
+    choose,
+    contexts,
+    expected_tokens,
+    unmeasured,
+    update,
+)
 from jaxspec.state import AcceptanceEstimate, LengthChooser
 
 LENGTHS = (0, 1, 3, 5)

@@ -18,7 +18,7 @@ from jaxspec.drafts.model import external
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import label_logprobs
 from jaxspec.rollout.generate import advance, begin, collect
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts, Rollout

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout import length_chooser
+from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.generate import advance, begin, collect
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from tests.conftest import FOR_LONG_RUNS, chi_square

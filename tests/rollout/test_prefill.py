@@ -18,11 +18,11 @@ from jaxspec.config.settings import (
     DraftConfig,
     EngineConfig,
 )
-from jaxspec.host.runner import abstract, ahead
+from jaxspec.host.programs import abstract, ahead
 from jaxspec.models import attention
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generate import begin
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 from tests.rollout.harness import GROUP, SPREAD, draft_of, drafter, network_of, plain
 
@@ -54,7 +54,7 @@ def test_prompts_that_are_read_in_pieces_leave_the_same(
 ) -> None:
     """Prompts of 1 to 13 tokens: what target and draft keep of them is that of one piece."""
     whole = begun(kind)
-    for name, size in (("TOGETHER", 1), ("FEWEST", fewest), ("BLOCK", block)):
+    for name, size in (("TILE_QUERIES", 1), ("MIN_ROW_QUERIES", fewest), ("BLOCK", block)):
         monkeypatch.setattr(attention, name, size)
     pieces = begun(kind)
     assert jax.tree.structure(pieces) == jax.tree.structure(whole)
@@ -107,6 +107,6 @@ def test_pieces_cost_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = collectives()
     assert whole["all-reduce"] > 0, "tensor peers must talk"
-    monkeypatch.setattr(attention, "TOGETHER", 1)
-    monkeypatch.setattr(attention, "FEWEST", 8)
+    monkeypatch.setattr(attention, "TILE_QUERIES", 1)
+    monkeypatch.setattr(attention, "MIN_ROW_QUERIES", 8)
     assert collectives() == whole

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.rollout import append, prefill
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule
 from tests.rollout.harness import (
     GROUP,

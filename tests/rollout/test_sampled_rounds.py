@@ -39,7 +39,9 @@ MATCHING = ("match", "certain")
 def by_round(rows: jax.Array, lengths: jax.Array, levels: int = 1) -> Draws:
     """As the engine draws: all numbers of a round by row and committed length, so many a token as
     the vocabulary asks for."""
-    numbers = sampling.uniforms(rows, lengths[:, None], LENGTH + (LENGTH + 1) * levels, FLOAT)[:, 0]
+    numbers = sampling.uniform_numbers(
+        rows, lengths[:, None], LENGTH + (LENGTH + 1) * levels, FLOAT
+    )[:, 0]
     coins, draws = numbers[:, :LENGTH], numbers[:, LENGTH:].reshape(-1, LENGTH + 1, levels)
     return Draws(Uniforms(draws[:, :LENGTH]), coins, Uniforms(draws[:, LENGTH]))
 
@@ -51,14 +53,14 @@ def matched(
     absolute position."""
     offered = jnp.full_like(lengths, LENGTH)
     if rule == "match":
-        noise = sampling.gumbel(
+        noise = sampling.gumbel_noise(
             sampling.position_keys(rows, lengths, LENGTH + 1), target.shape[-1], FLOAT
         )
         drafts = sampling.categorical(draft, noise[:, :LENGTH])
     else:
         positions = lengths[:, None] + jnp.arange(LENGTH + 1, dtype=jnp.int32)
         levels = sampling.level_count(target.shape[-1])
-        noise = Uniforms(sampling.uniforms(rows, positions, levels, FLOAT))
+        noise = Uniforms(sampling.uniform_numbers(rows, positions, levels, FLOAT))
         drafts = jnp.argmax(draft, axis=-1).astype(jnp.int32)
     return drafts, match_rule(distributions(target, None, InUse.form), drafts, offered, noise)
 
@@ -89,7 +91,7 @@ def decoded(
         for law, count in ((target, 3), (draft, 2), (verified, 2))
     )
     offered = jnp.full((size,), length, jnp.int32)
-    stream = sampling.TARGET if rule in MATCHING else sampling.ROUND
+    stream = sampling.TARGET_STREAM if rule in MATCHING else sampling.ROUND_STREAM
     rows = sampling.row_keys(jax.random.key(3), jnp.arange(size, dtype=jnp.int32), stream)
 
     def verify(lengths: jax.Array) -> tuple[jax.Array, Verdict]:
@@ -186,7 +188,7 @@ def test_known_bugs_are_seen_to_be_wrong(rule: str) -> None:
 
 def logprobs(logits: np.ndarray, factor: float = 1.0) -> jax.Array:
     with np.errstate(divide="ignore"):
-        return sampling.processed_logprobs(
+        return sampling.compute_logprobs(
             jnp.asarray(logits, jnp.float32), Processing(temperature=0.8), jnp.int32(0), factor
         )
 
@@ -248,7 +250,7 @@ def test_a_wide_vocabulary_passes_a_chi_square() -> None:
         start = jnp.zeros((chunk,), jnp.int32)
         by_stream = [
             sampling.row_keys(jax.random.key(5), numbers, stream)
-            for stream in (sampling.TARGET, sampling.ROUND)
+            for stream in (sampling.TARGET_STREAM, sampling.ROUND_STREAM)
         ]
         draws, tokens = by_round(by_stream[1], start, sampling.level_count(vocab)), []
         for (target, draft), compared in zip(pairs, matching, strict=True):

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.kernels import key_chunks
 from jaxspec.rollout.decode_state import DecodeState, rows_may_wait
 from jaxspec.rollout.generate import advance, begin, collect
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.slots import refill
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import RUNNING, Prompts, Rollout
@@ -117,7 +117,7 @@ CHUNKS = [
 @pytest.mark.parametrize("layout", marked(CHUNKS))
 def test_tokens_do_not_depend_on_chunks(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two slots; prompts are longer."""
-    monkeypatch.setattr(key_chunks, "CHUNKED", 0)
+    monkeypatch.setattr(key_chunks, "MIN_CHUNKED_BYTES", 0)
     draft, network = draft_of(layout.kind, layout.length), network_of(layout.kind, 0.8)
     target, wanted = plain()
     settings = layout.settings._replace(chunk=2)

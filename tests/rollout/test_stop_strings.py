@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxspec.rollout.generate import advance, begin, collect
-from jaxspec.rollout.round import Settings
+from jaxspec.rollout.settings import Settings
 from jaxspec.state import EOS, LENGTH, RUNNING, Rollout
-from jaxspec.tokens.stop_strings import stop_table
+from jaxspec.tokens.stop_strings import build_stop_table
 from tests.rollout.harness import (
     GROUP,
     NEW,
@@ -33,7 +33,7 @@ TOKENS = ["", "", "ab", "", "a", "b", "ba", "\n", "aba", "c", ""]
 """The text of each id. Ids 1 and 3 are end tokens, and prompts are of 4, 5 and 6."""
 STRINGS = ("abba", "bb\n", "cc", "cb", "ac")
 MINIMUM = 3
-TABLE = stop_table(STRINGS, [text.encode() for text in TOKENS], "its")
+TABLE = build_stop_table(STRINGS, [text.encode() for text in TOKENS], "its")
 
 
 def cut(whole: Rollout, least: int) -> tuple[Rollout, np.ndarray]:

@@ -12,7 +12,7 @@ from jaxspec.build import build_step
 from jaxspec.config.settings import MeshConfig
 from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast
+from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.rollout.generator import to_rollout
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, trimmed
 
@@ -107,14 +107,14 @@ def test_rollout_layout_is_one_all_gather_for_each_sharded_weight(data: int, ten
 
 def test_cast_changes_floats_only_and_keeps_the_structure() -> None:
     tree = {"weight": jnp.ones((2,), jnp.float32), "count": jnp.zeros((), jnp.int32), "none": None}
-    found = cast(tree, jnp.dtype("bfloat16"))
+    found = cast_floats(tree, jnp.dtype("bfloat16"))
     assert (found["weight"].dtype, found["count"].dtype, found["none"]) == (
         jnp.bfloat16,
         jnp.int32,
         None,
     )
     policy = networks()["policy"]
-    half = cast(policy, jnp.dtype("bfloat16"))
+    half = cast_floats(policy, jnp.dtype("bfloat16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
     assert jax.tree.structure(half) == jax.tree.structure(policy)
 

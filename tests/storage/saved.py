@@ -76,5 +76,5 @@ def with_steps(folder: Path, *steps: int) -> tuple[Checkpoints, Any]:
     checkpoints = Checkpoints(folder)
     for step in steps:
         checkpoints.save(step, placed, {})
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     return checkpoints, abstract

@@ -17,7 +17,7 @@ import pytest
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import cache
-from jaxspec.system.files import Damaged, SaveError, digest, replacing
+from jaxspec.system.files import DamagedFileError, SaveError, atomic_replace, hash_file
 from tests.conftest import free_port
 
 TREE = {
@@ -90,12 +90,14 @@ def test_a_tree_with_any_flipped_byte_is_the_same_or_refused(tmp_path: Path) -> 
         )
         try:
             assert same(cache.load_tree(file, wanted)), place
-        except Damaged as reason:
+        except DamagedFileError as reason:
             refused += str(file) in str(reason)
     assert refused > len(content) // 6
     for damage in DAMAGES.values():
         file.write_bytes(damage(content))
-        with pytest.raises(Damaged, match=r"weights\.npz cannot be read \(.*\); remove it"):
+        with pytest.raises(
+            DamagedFileError, match=r"weights\.npz cannot be read \(.*\); remove it"
+        ):
             cache.load_tree(file, wanted)
 
 
@@ -113,15 +115,15 @@ def test_a_damaged_entry_is_made_anew_with_a_word(
         (folder / "weights.npz").write_bytes(bytes(range(100)))
         (folder / "acceptance.json").write_text('{"acceptance": [0.5, 0.25]}')
 
-    folder = cache.cached("key", build, told.append)
+    folder = cache.get_or_build("key", build, told.append)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert cache.cached("key", build, told.append) == folder
+    assert cache.get_or_build("key", build, told.append) == folder
     assert (len(built), told) == (1, [])
     if damage == "gone":
         (folder / name).unlink()
     else:
         (folder / name).write_bytes(DAMAGES[damage](before[name]))
-    assert cache.cached("key", build, told.append) == folder
+    assert cache.get_or_build("key", build, told.append) == folder
     assert len(built) == 2
     assert [str(folder) in line and name in line and "made anew" in line for line in told] == [True]
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
@@ -139,7 +141,7 @@ def test_what_stands_where_an_entry_belongs_is_found_before_anything_is_built(
     entry.write_text("no folder") if kind == "a file" else entry.symlink_to(elsewhere)
     entry.with_suffix(".building").write_text("no folder either")
     told: list[str] = []
-    folder = cache.cached(
+    folder = cache.get_or_build(
         "key",
         lambda folder: (told.append("built"), (folder / "weights").write_text("whole"))[0],
         told.append,
@@ -159,7 +161,7 @@ def test_an_entry_that_cannot_be_read_now_is_kept(
 ) -> None:
     """A right that is missing, or too many open files, says nothing about what was written."""
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    folder = cache.cached("key", lambda folder: cache.save_tree(folder / "weights", TREE))
+    folder = cache.get_or_build("key", lambda folder: cache.save_tree(folder / "weights", TREE))
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     plain = Path.open
 
@@ -173,7 +175,7 @@ def test_an_entry_that_cannot_be_read_now_is_kept(
         with pytest.raises(
             ConfigError, match=f"{name} cannot be read: {os.strerror(number)}; see to that"
         ):
-            cache.cached("key", lambda folder: None)
+            cache.get_or_build("key", lambda folder: None)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     with monkeypatch.context() as patched:
         patched.setattr(np, "load", lambda *_, **__: refused(folder / name))
@@ -181,7 +183,7 @@ def test_an_entry_that_cannot_be_read_now_is_kept(
             ConfigError, match=f"weights cannot be read: {os.strerror(number)}"
         ) as refusal:
             cache.load_tree(folder / "weights", abstract(1))
-    assert not isinstance(refusal.value, Damaged)
+    assert not isinstance(refusal.value, DamagedFileError)
 
 
 def test_what_is_no_regular_file_has_no_digest(tmp_path: Path) -> None:
@@ -189,19 +191,19 @@ def test_what_is_no_regular_file_has_no_digest(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for file in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match=f"^{file} is not a regular file"):
-            digest(file)
-    assert digest(tmp_path / "absent") == digest(tmp_path) == "-"
+            hash_file(file)
+    assert hash_file(tmp_path / "absent") == hash_file(tmp_path) == "-"
 
 
 def test_a_replaced_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "made" / "file"
     for shared in (False, True):
-        with replacing(file, shared=shared) as fresh:
+        with atomic_replace(file, shared=shared) as fresh:
             fresh.write_text("whole")
         refused = pytest.raises(
             SaveError, match=r"file cannot be written: No space left on device; free some space"
         )
-        with refused, replacing(file, shared=shared) as fresh:
+        with refused, atomic_replace(file, shared=shared) as fresh:
             fresh.write_text("half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         assert [(each.name, each.read_text()) for each in file.parent.iterdir()] == [
@@ -224,7 +226,7 @@ def test_a_home_that_nobody_has_is_named_with_its_setting(monkeypatch: pytest.Mo
         ConfigError,
         match=r"cannot be written to: File name too long; name another folder with JAXSPEC_CACHE",
     ):
-        cache.cached("key", lambda folder: None)
+        cache.get_or_build("key", lambda folder: None)
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.delenv("JAXSPEC_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -250,20 +252,20 @@ def test_cache_never_shows_a_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (folder / "weights").write_text("whole")
 
     with pytest.raises(RuntimeError, match="killed"):
-        cache.cached("key", fail)
+        cache.get_or_build("key", fail)
     half = tmp_path / "cache" / "key.building"
     half.mkdir()
     (half / "left over").write_text("by a kill")
-    folder = cache.cached("key", succeed)
+    folder = cache.get_or_build("key", succeed)
     assert folder == tmp_path / "cache" / "key"
-    assert sorted(path.name for path in folder.iterdir()) == [cache.SUMS, "weights"]
-    assert cache.cached("key", fail) == folder
+    assert sorted(path.name for path in folder.iterdir()) == [cache.DIGESTS_FILE, "weights"]
+    assert cache.get_or_build("key", fail) == folder
     monkeypatch.setenv("JAXSPEC_CACHE", str(folder / "weights" / "cache"))
     with pytest.raises(
         ConfigError,
         match=r"cannot be written to: Not a directory; name another folder with JAXSPEC_CACHE",
     ):
-        cache.cached("key", fail)
+        cache.get_or_build("key", fail)
 
 
 def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
@@ -278,7 +280,7 @@ def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
             time.sleep(1.0)
             (folder / "pid").write_text(str(os.getpid()))
         sys.stdin.readline()
-        print((cache.cached("key", build) / "pid").read_text())
+        print((cache.get_or_build("key", build) / "pid").read_text())
     """
     environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
@@ -319,7 +321,8 @@ TOGETHER = """
             (folder / "sum").write_text(str(made))
     try:
         for _ in range(2):  # the second finds what the first has built
-            print((cache.cached_by_all("key", build, print) / "sum").read_text(), flush=True)
+            folder = cache.get_or_build_together("key", build, print)
+            print((folder / "sum").read_text(), flush=True)
     except ConfigError as reason:
         print(reason, flush=True)
         os._exit(2)

@@ -28,12 +28,12 @@ def test_restores_bitwise_on_other_meshes(tmp_path: Path) -> None:
     state = a_state()
     placed, _ = on_mesh(state, 8)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    assert checkpoints.latest() is None
+    assert checkpoints.latest_step() is None
     checkpoints.save(7, placed, {"next_index": 112, "rewards": [0.1, 1.0]})
     checkpoints.close()
     for devices in (8, 4, 2, 1):
         again = Checkpoints(tmp_path / "checkpoints")
-        assert again.latest() == 7
+        assert again.latest_step() == 7
         _, abstract = on_mesh(a_state(seed=1), devices)
         found, host, _ = again.restore(7, abstract)
         assert_same(found, state)
@@ -66,7 +66,7 @@ def test_arrays_without_elements_come_back(tmp_path: Path) -> None:
     )
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, placed, {})
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     assert_same(checkpoints.restore(1, abstract)[0], placed)
     checkpoints.close()
 
@@ -81,7 +81,7 @@ def test_keeps_the_newest_and_sweeps_halves(tmp_path: Path) -> None:
     half.mkdir(parents=True)
     (half / "manifest").write_bytes(b"half")
     again = Checkpoints(tmp_path)
-    assert again.latest() == 3
+    assert again.latest_step() == 3
     again.save(4, placed, {})
     again.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
@@ -91,7 +91,7 @@ def test_refuses_another_structure(tmp_path: Path) -> None:
     placed, _ = on_mesh({"a": jnp.zeros((4, 2)), "b": jnp.zeros(3), "c": jnp.zeros(2)}, 1)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(5, placed, {})
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     _, abstract = on_mesh(
         {"a": jnp.zeros((4, 3)), "b": jnp.zeros(3, jnp.int32), "d": jnp.zeros(2)}, 1
     )
@@ -115,18 +115,18 @@ def test_a_part_is_read_alone(tmp_path: Path) -> None:
     placed, _ = on_mesh(state, 8)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, (placed, {"rewards": jnp.arange(4.0)}), {"batch": 1})
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     learner = state.learner
     part = state.replace(learner=learner.replace(policy=learner.policy.replace(optimizer=None)))
     _, abstract = on_mesh((part, None), 4)
-    found, host, _ = checkpoints.restore(1, abstract, part=True)
+    found, host, _ = checkpoints.restore(1, abstract, partial=True)
     assert_same(found, (part, None))
     assert host == {"batch": 1}
     with pytest.raises(ConfigError, match="is not part of this run"):
         checkpoints.restore(1, abstract)
     _, abstract = on_mesh(({"policy": {"more": jnp.zeros(2)}}, None), 4)
     with pytest.raises(ConfigError, match=r"policy\.more is missing"):
-        checkpoints.restore(1, abstract, part=True)
+        checkpoints.restore(1, abstract, partial=True)
     checkpoints.close()
 
 
@@ -146,16 +146,16 @@ def test_failed_save_is_told_once_and_earlier_ones_stay(
     large, _ = on_mesh({"x": jax.random.normal(jax.random.key(0), (1_000_000,))}, 1)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(1, small, {})
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     request.getfixturevalue("full_disk")
     checkpoints.save(2, large, {})
     with pytest.raises(
         SaveError,
         match=r"checkpoint 2 cannot be saved in .*: File too large; earlier checkpoints are intact",
     ):
-        checkpoints.wait()
+        checkpoints.wait_until_saved()
     assert "Traceback" not in capfd.readouterr().err
-    assert checkpoints.latest() == 1
+    assert checkpoints.latest_step() == 1
     assert_same(checkpoints.restore(1, abstract)[0], small)
     checkpoints.close()
     with pytest.raises(SaveError, match=r"weights.npz cannot be written: File too large"):
@@ -241,7 +241,7 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
         alone.close()
         checkpoints = checkpoint.Checkpoints(Path(sys.argv[3]) / "checkpoints")
         checkpoints.save(4, tree, {"next_index": 9}, {"mine": f"of {process}"})
-        checkpoints.wait()
+        checkpoints.wait_until_saved()
         found, host, own = checkpoints.restore(4, abstract)
         assert host == {"next_index": 9}
         assert own == [{"mine": f"of {process}"}]
@@ -250,43 +250,43 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
         # A damaged checkpoint that process 0 alone tries to move away, and cannot: both end; once
         # it can, both go on from the one before.
         checkpoints.save(5, tree, {})
-        checkpoints.wait()
+        checkpoints.wait_until_saved()
         inway = Path(sys.argv[3]) / "damaged-checkpoints"
         if jax.process_index() == 0:
             (Path(sys.argv[3]) / "checkpoints" / "5" / "host" / "metadata").write_text("")
             inway.write_text("")
         multihost_utils.sync_global_devices("5 is damaged")
-        assert "cannot be moved" in refusal(lambda: checkpoints.restore_newest(abstract))
+        assert "cannot be moved" in refusal(lambda: checkpoints.restore_latest(lambda _: abstract))
         if jax.process_index() == 0:
             inway.unlink()
-        assert checkpoints.restore_newest(abstract)[1] == host
-        assert checkpoints.latest() == 4
+        assert checkpoints.restore_latest(lambda _: abstract)[1] == host
+        assert checkpoints.latest_step() == 4
         host_4 = host
         # Damage that only process 1 sees: both leave that checkpoint alone.
         checkpoints.save(6, tree, {})
-        checkpoints.wait()
+        checkpoints.wait_until_saved()
         if jax.process_index() == 1:
-            whole = checkpoints._read_json
+            whole = checkpoints._load_states
 
             def damaged(step, part):
                 if step == 6:
-                    raise checkpoint.Damaged("checkpoint 6 is damaged", "put it back")
+                    raise checkpoint.DamagedFileError("checkpoint 6 is damaged", "put it back")
                 return whole(step, part)
 
-            checkpoints._read_json = damaged
-        assert checkpoints.restore_newest(abstract)[1] == host_4
-        assert checkpoints.latest() == 4
+            checkpoints._load_states = damaged
+        assert checkpoints.restore_latest(lambda _: abstract)[1] == host_4
+        assert checkpoints.latest_step() == 4
         # A file of process 1 that is damaged, and one that is gone: process 0, too, leaves them.
         for step in (7, 8):
             checkpoints.save(step, tree, {}, {"mine": "new"})
-            checkpoints.wait()
+            checkpoints.wait_until_saved()
             file = Path(sys.argv[3]) / "checkpoints" / str(step) / "own" / "1"
             if jax.process_index() == 0 and step == 7:
                 file.write_text(file.read_text().replace("new", "old"))
             if jax.process_index() == 0 and step == 8:
                 file.unlink()
             multihost_utils.sync_global_devices(f"{step} is damaged")
-            assert checkpoints.restore_newest(abstract)[2] == [{"mine": f"of {process}"}]
+            assert checkpoints.restore_latest(lambda _: abstract)[2] == [{"mine": f"of {process}"}]
         # What process 0 finds in the way, both are told.
         mine = Path(sys.argv[3]) / ("" if jax.process_index() == 0 else "elsewhere")
         said = refusal(lambda: workdir.require_no_checkpoints(mine))
@@ -297,7 +297,7 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
             cache.save_tree(folder / "weights.npz", {"w": jnp.arange(8.0)})
 
         wanted = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows)}
-        loaded = cache.load_tree(cache.cached("key", build) / "weights.npz", wanted)
+        loaded = cache.load_tree(cache.get_or_build("key", build) / "weights.npz", wanted)
         assert float(jax.jit(jnp.sum, out_shardings=everywhere)(loaded["w"])) == 28
     """
     tree, _ = on_mesh({"x": 2 * jnp.arange(16.0), "n": jnp.int32(5)}, 1)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage.checkpoint import Checkpoints
-from jaxspec.storage.trees import digests
-from jaxspec.system.files import Damaged
+from jaxspec.storage.trees import digest_arrays
+from jaxspec.system.files import DamagedFileError
 from tests.storage.saved import a_state, assert_same, on_mesh, with_steps
 
 
@@ -50,7 +50,7 @@ def _whole_or_refused(folder: Path, abstract: Any, wanted: Any) -> bool:
             found, host, _ = checkpoints.restore(5, abstract)
         finally:
             checkpoints.close()
-    except Damaged as reason:
+    except DamagedFileError as reason:
         return str(folder) in str(reason) and "\n" not in str(reason)
     assert_same(found, wanted)
     assert host == {"batch": 2, "line": {"reward/mean": 0.5}}
@@ -99,23 +99,23 @@ def test_every_flipped_element_changes_the_digest_which_is_the_same_on_every_mes
     values = np.random.default_rng(0).uniform(1, 100, (4, 6, 5))
     for dtype in (np.float32, jnp.bfloat16, np.int8, bool, np.float16, np.int32):
         array = values.astype(dtype)
-        (number,) = digests({"x": on_mesh(array, 1)[0]}).values()
+        (number,) = digest_arrays({"x": on_mesh(array, 1)[0]}).values()
         for devices in (2, 4):
-            assert digests({"x": on_mesh(array, devices)[0]}) == {"x": number}
+            assert digest_arrays({"x": on_mesh(array, devices)[0]}) == {"x": number}
         seen = {number}
         for place in np.ndindex(array.shape):
             changed = array.copy()
             changed[place] = not changed[place] if dtype is bool else -changed[place]
-            seen.add(digests({"x": on_mesh(changed, 1)[0]})["x"])
+            seen.add(digest_arrays({"x": on_mesh(changed, 1)[0]})["x"])
         assert len(seen) == array.size + 1, dtype
 
 
 def test_digests_are_compiled_where_arrays_are_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     placed, _ = on_mesh(a_state(), 8)
     leaves = {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(placed))}
-    at_hand = digests(leaves)
+    at_hand = digest_arrays(leaves)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert digests(leaves) == at_hand
+    assert digest_arrays(leaves) == at_hand
 
 
 def test_the_newest_whole_checkpoint_takes_the_place_of_damaged_ones(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_the_newest_whole_checkpoint_takes_the_place_of_damaged_ones(tmp_path: P
         for file in folder.rglob("*")
         if file.is_file()
     }
-    checkpoints = Checkpoints(folder, keep=3, say=told.append)
-    restored = checkpoints.restore_newest(placed[2][1])
+    checkpoints = Checkpoints(folder, keep=3, log=told.append)
+    restored = checkpoints.restore_latest(lambda _: placed[2][1])
     assert restored is not None
     assert_same(restored[0], placed[2][0])
     assert restored[1] == {"batch": 2}
@@ -160,7 +160,7 @@ def test_the_newest_whole_checkpoint_takes_the_place_of_damaged_ones(tmp_path: P
     }
     assert kept == files, "nothing is deleted"
     checkpoints.save(4, placed[4][0], {"batch": 4})
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     assert_same(checkpoints.restore(4, placed[4][1])[0], placed[4][0])
     checkpoints.close()
 
@@ -168,14 +168,14 @@ def test_the_newest_whole_checkpoint_takes_the_place_of_damaged_ones(tmp_path: P
 def test_damaged_checkpoints_without_a_whole_one_stay_where_they_are(tmp_path: Path) -> None:
     placed, abstract = on_mesh({"x": jnp.arange(64.0)}, 2)
     checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.restore_newest(abstract) is None
+    assert checkpoints.restore_latest(lambda _: abstract) is None
     checkpoints.save(1, placed, {})
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     (tmp_path / "1" / "host" / "metadata").write_text("")
     with pytest.raises(
         ConfigError, match=r"checkpoint .*/1 cannot be read .*put it back from a copy"
     ):
-        checkpoints.restore_newest(abstract)
+        checkpoints.restore_latest(lambda _: abstract)
     assert (tmp_path / "1").is_dir()
     checkpoints.close()
 
@@ -183,7 +183,7 @@ def test_damaged_checkpoints_without_a_whole_one_stay_where_they_are(tmp_path: P
 def test_a_checkpoint_without_digests_is_damaged(tmp_path: Path) -> None:
     checkpoints, abstract = with_steps(tmp_path, 1)
     (tmp_path / "1" / "host" / "metadata").write_text('{"batch": 1}')
-    with pytest.raises(Damaged, match=r"/1 is damaged \(what it says of the run differs"):
+    with pytest.raises(DamagedFileError, match=r"/1 is damaged \(what it says of the run differs"):
         checkpoints.restore(1, abstract)
     checkpoints.close()
 
@@ -193,7 +193,8 @@ def test_the_step_whose_metadata_is_damaged_is_named(tmp_path: Path) -> None:
     for content in ("[]", "7", '{"metrics": [1]}'):
         (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text(content)
         with pytest.raises(
-            Damaged, match=rf"^{tmp_path}/2/_CHECKPOINT_METADATA is damaged .*remove that file"
+            DamagedFileError,
+            match=rf"^{tmp_path}/2/_CHECKPOINT_METADATA is damaged .*remove that file",
         ):
             Checkpoints(tmp_path)
 
@@ -209,8 +210,8 @@ def test_what_may_not_be_opened_is_no_damage(tmp_path: Path) -> None:
             ConfigError,
             match=rf"/2 cannot be read \({tmp_path}/2/{item}: Too many levels.*\); see to that",
         ) as refused:
-            checkpoints.restore_newest(abstract)
-        assert not isinstance(refused.value, Damaged)
+            checkpoints.restore_latest(lambda _: abstract)
+        assert not isinstance(refused.value, DamagedFileError)
         (tmp_path / "2" / item).unlink()
         (tmp_path / "elsewhere").rename(tmp_path / "2" / item)
     checkpoints.close()
@@ -229,6 +230,6 @@ def test_what_the_system_refuses_is_no_damage(
     with pytest.raises(
         ConfigError, match=r"/1 cannot be read \(Too many open files\); see to that"
     ) as refused:
-        checkpoints.restore_newest(abstract)
-    assert not isinstance(refused.value, Damaged)
+        checkpoints.restore_latest(lambda _: abstract)
+    assert not isinstance(refused.value, DamagedFileError)
     checkpoints.close()

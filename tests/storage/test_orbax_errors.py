@@ -4,11 +4,11 @@ import logging
 
 import pytest
 
-from jaxspec.storage.orbax_errors import quieten_orbax
+from jaxspec.storage.orbax_errors import silence_orbax
 
 
 def test_what_orbax_leaves_to_asyncio_is_not_printed(caplog: pytest.LogCaptureFixture) -> None:
-    quieten_orbax()
+    silence_orbax()
     logger = logging.getLogger("asyncio")
     logger.error("Future exception was never retrieved\nfuture: <Future finished>")
     logger.error("something else")

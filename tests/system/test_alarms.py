@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.system.alarms import FALLS, PATIENCE, StallWatch
+from jaxspec.system.alarms import FALL_PATIENCE, PATIENCE, StallWatch
 
 
 def healthy(step: int, **other: Any) -> dict[str, Any]:
@@ -28,14 +28,14 @@ def healthy(step: int, **other: Any) -> dict[str, Any]:
 def said(lines: list[dict[str, Any]], rate: float = 1e-6, by_group: bool = True) -> list[str]:
     """All warnings of a run, each with the batch after which it came."""
     watch = StallWatch(by_group, rate)
-    return [f"{line['step']}: {warning}" for line in lines for warning in watch.look(line)]
+    return [f"{line['step']}: {warning}" for line in lines for warning in watch.add_record(line)]
 
 
 def summary(lines: list[dict[str, Any]], rate: float = 1e-6) -> list[str]:
     watch = StallWatch(True, rate)
     for line in lines:
-        watch.look(line)
-    return watch.summary()
+        watch.add_record(line)
+    return watch.lasting_signs()
 
 
 def test_nothing_is_said_of_a_run_that_learns() -> None:
@@ -139,7 +139,7 @@ def test_held_out_that_falls_in_three_evaluations() -> None:
     assert line.startswith(start)
     (row,) = summary(lines)
     assert row.startswith("batches 20 to 50: held_out/avg@8 falls: 0.62 > 0.58 > 0.55 > 0.51 > 0.5")
-    assert said(lines[: 10 * FALLS + 1]) == []
+    assert said(lines[: 10 * FALL_PATIENCE + 1]) == []
     equal = [healthy(step, **{"eval__held_out__avg@8": 0.5}) for step in range(20)]
     assert said(equal) == []
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxspec.system.closing_table import closing_table, missing
+from jaxspec.system.closing_table import build_closing_table, describe_missing_batches
 
 
 def _printed(table: object) -> list[str]:
@@ -45,7 +45,7 @@ def test_closing_table() -> None:
         "round_cost": 1.8,
         "rows": 128,
     }
-    assert _printed(closing_table(lines, summary)) == [
+    assert _printed(build_closing_table(lines, summary)) == [
         "40 batches",
         "reward | 0.01 -> 0.38 (first and last 4 of 40)",
         "acceptance_length | 3.20 -> 3.20 (first and last 4 of 40)",
@@ -60,11 +60,11 @@ def test_closing_table() -> None:
 
 
 def test_closing_table_leaves_out_what_was_not_measured() -> None:
-    assert _printed(closing_table([{"step": 0, "reward/mean": 0.25}], {})) == [
+    assert _printed(build_closing_table([{"step": 0, "reward/mean": 0.25}], {})) == [
         "1 batches",
         "reward | 0.25 -> 0.25 (first and last 1 of 1)",
     ]
-    assert _printed(closing_table([], {})) == ["0 batches"]
+    assert _printed(build_closing_table([], {})) == ["0 batches"]
 
 
 def test_closing_table_says_what_has_no_number() -> None:
@@ -85,7 +85,7 @@ def test_closing_table_says_what_has_no_number() -> None:
         line |= {"reward/mean": None, "status/eos": 0, "status/length": 0, "status/failed": 128}
     for step, value in ((0, 0.38), (17, None), (19, None)):
         lines[step]["eval/held_out/avg@8"] = value
-    assert _printed(closing_table(lines, {})) == [
+    assert _printed(build_closing_table(lines, {})) == [
         "20 batches",
         "reward | 0.38 -> none (first and last 2 of 20, 3 without a number)",
         "failed rows | 386 of 2,560, in 4 of 20 batches (logits that are not finite)",
@@ -96,19 +96,19 @@ def test_closing_table_says_what_has_no_number() -> None:
 def test_batches_without_a_line_are_named() -> None:
     lines = [{"step": step} for step in (0, 1, 4)]
     assert (
-        missing(lines, 5)
+        describe_missing_batches(lines, 5)
         == "metrics.jsonl has no line for batch 2, 3, which were made: the closing table is of the"
         " others"
     )
-    assert "batch 2, 3, 5, 6, 7 and 2 more" in missing(lines, 10)
-    assert missing(lines[:2], 2) == ""
+    assert "batch 2, 3, 5, 6, 7 and 2 more" in describe_missing_batches(lines, 10)
+    assert describe_missing_batches(lines[:2], 2) == ""
 
 
 def test_closing_table_prints_in_ascii() -> None:
     script = """
         from rich.console import Console
-        from jaxspec.system.closing_table import closing_table
-        Console().print(closing_table([{"step": 0, "reward/mean": 0.25}], {}))
+        from jaxspec.system.closing_table import build_closing_table
+        Console().print(build_closing_table([{"step": 0, "reward/mean": 0.25}], {}))
     """
     done = subprocess.run(
         [sys.executable, "-X", "utf8=0", "-c", textwrap.dedent(script)],

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.host.runner import ahead
+from jaxspec.host.programs import ahead
 from jaxspec.system import compiling
-from jaxspec.system.compiling import CompileProgress, compile_progress
+from jaxspec.system.compiling import CompileProgress, track_compilation
 from jaxspec.system.progress import Screen
 
 
@@ -107,7 +107,7 @@ def test_a_terminal_shows_a_bar_that_goes(file: Path, monkeypatch: pytest.Monkey
 def test_programs_are_told_apart_by_function_devices_and_size(tmp_path: Path) -> None:
     def files(function: Callable, size: int) -> str:
         given = jax.ShapeDtypeStruct((size,), jnp.float32)
-        return compile_progress(function, (given,), tmp_path)._file.name
+        return track_compilation(function, (given,), tmp_path)._file.name
 
     def learn() -> None: ...
 
@@ -139,12 +139,12 @@ def test_a_first_start_is_told_what_it_takes(accelerated: bool, usual: str, tmp_
     before = getattr(jax.config, "jax_compilation_cache_dir", None)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
     try:
-        line = compiling.before_the_first(accelerated)
+        line = compiling.first_start_notice(accelerated)
         assert line.endswith(f"{tmp_path}/compiled\n")
         assert "learning, the loading of weights and generation are compiled now" in line
         assert f"usually takes {usual}" in line or f"1 to 3 {usual}" in line
         (tmp_path / "compiled").mkdir()
         (tmp_path / "compiled" / "jit_train_step-cache").write_bytes(b"a program")
-        assert compiling.before_the_first(accelerated) == ""
+        assert compiling.first_start_notice(accelerated) == ""
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

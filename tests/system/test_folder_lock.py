@@ -97,7 +97,7 @@ class TestLock:
         def fail(path: Path, *, wait: bool) -> None:
             raise OSError(37, "No locks available")
 
-        monkeypatch.setattr(folder_lock, "locked", fail)
+        monkeypatch.setattr(folder_lock, "lock_file", fail)
         here = job_of(job, tmp_path)
         with workdir.held(here):
             assert "cannot be locked (No locks available)" in here.told[0]

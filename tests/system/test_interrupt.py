@@ -23,7 +23,7 @@ _PREAMBLE = """
 import hashlib, os, signal, sys, time
 for number in (signal.SIGINT, signal.SIGHUP):  # as from a terminal, whatever runs the tests
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-from jaxspec.system.begin import begin
+from jaxspec.system.begin import prepare_process
 from jaxspec.system.interrupt import Interrupt
 
 def native():
@@ -32,7 +32,7 @@ def native():
 
 def steps(interrupt):
     step = 0
-    while not interrupt.agreed(step):
+    while not interrupt.should_stop(step):
         time.sleep(0.05)
         step += 1
 
@@ -69,7 +69,7 @@ def _run(body: str, *numbers: int, pause: float = 0.3) -> tuple[int, str, float]
 def test_nothing_unsaved_ends_at_once(number: int) -> None:
     body = """
         cleanup = lambda: print("cleaned up")
-        with Interrupt() as interrupt, interrupt.nothing_unsaved("compiling the step", cleanup):
+        with Interrupt() as interrupt, interrupt.exit_on_signal("compiling the step", cleanup):
             ready()
             native()
     """
@@ -90,9 +90,9 @@ def test_flag_is_seen_between_steps(number: int) -> None:
         with Interrupt() as interrupt:
             ready()
             steps(interrupt)
-            assert interrupt.requested
+            assert interrupt.stop_requested
             print("saved")
-        sys.exit(interrupt.status)
+        sys.exit(interrupt.exit_status)
     """
     status, text, _ = _run(body, number)
     assert status == 128 + number
@@ -106,7 +106,7 @@ def test_the_first_signal_is_the_status() -> None:
             ready()
             steps(interrupt)
             time.sleep(1)
-        sys.exit(interrupt.status)
+        sys.exit(interrupt.exit_status)
     """
     assert _run(body, signal.SIGHUP, signal.SIGTERM)[0] == 129
 
@@ -114,8 +114,8 @@ def test_the_first_signal_is_the_status() -> None:
 def test_what_nohup_ignores_stays_ignored() -> None:
     body = """
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        begin()
-        with Interrupt() as interrupt, interrupt.nothing_unsaved("compiling"):
+        prepare_process()
+        with Interrupt() as interrupt, interrupt.exit_on_signal("compiling"):
             ready()
             native()
     """
@@ -129,12 +129,12 @@ def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(tmp_path: Path)
         with Interrupt() as interrupt:
             ready()
             step = 0
-            while not interrupt.agreed(step):
+            while not interrupt.should_stop(step):
                 time.sleep(0.05)
             for stream in (sys.stdout, sys.stderr):
                 print("one more line of metrics", file=stream, flush=True)
             pathlib.Path({str(tmp_path / "saved")!r}).write_text("all")
-        sys.exit(interrupt.status)
+        sys.exit(interrupt.exit_status)
     """
     ours, theirs = pty.openpty()
     program = (
@@ -174,12 +174,12 @@ def test_second_interrupt_forces_the_end_and_second_termination_does_not() -> No
 def test_flag_set_before_the_region_ends_there() -> None:
     body = """
         with Interrupt() as interrupt:
-            with interrupt.nothing_unsaved("loading"):
+            with interrupt.exit_on_signal("loading"):
                 pass
             ready()
-            while not interrupt.requested:
+            while not interrupt.stop_requested:
                 time.sleep(0.01)
-            with interrupt.nothing_unsaved("compiling"):
+            with interrupt.exit_on_signal("compiling"):
                 print("not reached")
     """
     status, text, _ = _run(body, signal.SIGTERM)
@@ -206,7 +206,7 @@ def test_a_hanging_or_failing_cleanup_does_not_keep_the_process(cleanup: str, sa
         from jaxspec.system import interrupt as module
         module._GRACE_SECONDS = 0.5
         cleanups = (lambda: {cleanup}), (lambda: print("cleaned up"))
-        with Interrupt() as interrupt, interrupt.nothing_unsaved("loading", *cleanups):
+        with Interrupt() as interrupt, interrupt.exit_on_signal("loading", *cleanups):
             ready()
             native()
     """
@@ -224,10 +224,10 @@ def test_a_signal_is_obeyed_where_standard_output_is_closed(
         for number in (signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
             deadline = time.monotonic() + 5
-            while interrupt._first != signal.SIGTERM and time.monotonic() < deadline:
+            while interrupt._first_signal != signal.SIGTERM and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.05)
-        assert interrupt.status == 143
+        assert interrupt.exit_status == 143
         assert interrupt._watcher.is_alive()
 
 
@@ -235,13 +235,13 @@ def test_a_signal_is_obeyed_where_standard_output_is_closed(
 def test_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with Interrupt(announce=lambda _: None) as interrupt:
-        with interrupt.nothing_unsaved("loading"):
+        with interrupt.exit_on_signal("loading"):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 5
-        while not interrupt.requested and time.monotonic() < deadline:
+        while not interrupt.stop_requested and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert interrupt.requested
+        assert interrupt.stop_requested
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert signal.set_wakeup_fd(-1) == -1
     with pytest.raises(KeyboardInterrupt):
@@ -255,7 +255,7 @@ def test_watches_before_jax_is_imported() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_while_importing_is_one_line(number: int) -> None:
     status, text, _ = _run(
-        "sys.modules['jax'] = sys; begin(); ready(); time.sleep(30)", number, pause=0
+        "sys.modules['jax'] = sys; prepare_process(); ready(); time.sleep(30)", number, pause=0
     )
     assert (status, text) == (
         128 + number,
@@ -279,7 +279,7 @@ def test_every_program_begins_before_it_imports_anything_slow() -> None:
         assert ast.unparse(first) == "import sys", file
         assert (
             ast.unparse(second)
-            == "if __name__ == '__main__':\n    from jaxspec.system.begin import begin\n    begin()"
+            == "if __name__ == '__main__':\n    from jaxspec.system.begin import prepare_process\n    prepare_process()"
         ), file
 
 
@@ -305,16 +305,16 @@ def test_distributed_processes_agree(number: int, retaken: bool) -> None:
         with Interrupt() as interrupt:
             jax.distributed.initialize("127.0.0.1:{port}", 1, 0, initialization_timeout=30)
             if {retaken}:
-                with interrupt.nothing_unsaved("compiling"):
+                with interrupt.exit_on_signal("compiling"):
                     pass
             ready()
             for step in range(200):
-                if interrupt.agreed(step):
+                if interrupt.should_stop(step):
                     break
                 time.sleep(0.05)
-            print("saved", interrupt.requested)
+            print("saved", interrupt.stop_requested)
             jax.distributed.shutdown()
-        sys.exit(interrupt.status)
+        sys.exit(interrupt.exit_status)
     """
     status, text, _ = _run(body.format(port=free_port(), retaken=retaken), number)
     # Without the watcher's retaking, SIGTERM belongs to JAX, as it does in every process that got
@@ -328,7 +328,7 @@ def test_distributed_process_with_nothing_unsaved_ends_at_once() -> None:
     body = """
         import jax
         jax.distributed.initialize("127.0.0.1:{port}", 1, 0, initialization_timeout=30)
-        with Interrupt() as interrupt, interrupt.nothing_unsaved("compiling"):
+        with Interrupt() as interrupt, interrupt.exit_on_signal("compiling"):
             ready()
             native()
     """

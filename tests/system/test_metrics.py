@@ -34,7 +34,7 @@ def _events(workdir: Path) -> list:
 
 def test_lines_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, 0) as writer:
-        writer.write(
+        writer.write_record(
             {
                 "step": 0,
                 "reward/mean": np.float32(0.5),
@@ -55,7 +55,7 @@ def test_lines_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None
             ],
         )
     wanted = {"step": 0, "reward/mean": 0.5, "loss/policy": None, "entropy": None, "status/eos": 3}
-    assert metrics.read(tmp_path) == [wanted]
+    assert metrics.read_metrics(tmp_path) == [wanted]
     samples = [
         json.loads(line) for line in (tmp_path / "samples.jsonl").read_text("utf-8").splitlines()
     ]
@@ -78,24 +78,24 @@ def test_lines_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, 1) as writer:
-        writer.write({"step": 0})
+        writer.write_record({"step": 0})
         writer.write_samples(0, [{"prompt": ""}])
-        writer.cut_back(0)
+        writer.truncate_from(0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_resuming_cuts_back_to_the_restored_step(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, 0) as writer:
         for step in range(4):
-            writer.write({"step": step, "run": 1})
+            writer.write_record({"step": step, "run": 1})
             writer.write_samples(step, [{"run": 1}, {"run": 1}])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "ru')
     with MetricsWriter(tmp_path, 0) as writer:
-        writer.cut_back(2)
-        writer.write({"step": 2, "run": 2})
+        writer.truncate_from(2)
+        writer.write_record({"step": 2, "run": 2})
         writer.write_samples(2, [{"run": 2}])
-    assert [(line["step"], line["run"]) for line in metrics.read(tmp_path)] == [
+    assert [(line["step"], line["run"]) for line in metrics.read_metrics(tmp_path)] == [
         (0, 1),
         (1, 1),
         (2, 2),
@@ -110,8 +110,8 @@ def test_resuming_cuts_back_to_the_restored_step(tmp_path: Path) -> None:
 
 def test_tensorboard_hides_what_was_cut(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, 0)
-    writer.cut_back(7)
-    writer.write({"step": 7, "entropy": 0.5})
+    writer.truncate_from(7)
+    writer.write_record({"step": 7, "entropy": 0.5})
     writer.close()
     start, line = _events(tmp_path)[1:]
     assert (start.step, start.session_log.status) == (7, start.session_log.START)
@@ -121,31 +121,31 @@ def test_tensorboard_hides_what_was_cut(tmp_path: Path) -> None:
 def test_torn_last_line_is_dropped_and_a_bad_one_inside_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1')
-    assert metrics.read(tmp_path) == [{"step": 0}]
-    MetricsWriter(tmp_path, 0).write({"step": 1})
-    assert metrics.read(tmp_path) == [{"step": 0}, {"step": 1}]
+    assert metrics.read_metrics(tmp_path) == [{"step": 0}]
+    MetricsWriter(tmp_path, 0).write_record({"step": 1})
+    assert metrics.read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
     path.write_text('{"step": 0}\n{"step": 1}')  # only its newline is lost
-    assert metrics.read(tmp_path) == [{"step": 0}, {"step": 1}]
-    MetricsWriter(tmp_path, 0).write({"step": 2})
-    assert [line["step"] for line in metrics.read(tmp_path)] == [0, 1, 2]
+    assert metrics.read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
+    MetricsWriter(tmp_path, 0).write_record({"step": 2})
+    assert [line["step"] for line in metrics.read_metrics(tmp_path)] == [0, 1, 2]
     path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     with pytest.raises(ConfigError, match=r"metrics.jsonl, line 2 is not JSON"):
-        metrics.read(tmp_path)
+        metrics.read_metrics(tmp_path)
 
 
 def test_full_disk_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    writer.write({"step": 0, "entropy": 0.5})
+    writer.write_record({"step": 0, "entropy": 0.5})
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:
         with pytest.raises(
             ConfigError, match=r"metrics.jsonl cannot be written: File too large; free some space"
         ):
-            writer.write({"step": 1, "entropy": 0.5})
+            writer.write_record({"step": 1, "entropy": 0.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(metrics.read(tmp_path)) == 1
+    assert len(metrics.read_metrics(tmp_path)) == 1
 
 
 def test_tokens_a_second_mean_the_same_however_a_step_is_run() -> None:
@@ -198,7 +198,7 @@ def test_a_batch_of_several_rollouts_has_sums_means_and_extremes() -> None:
             "reward/mean": math.nan,
         },
     ]
-    merged = metrics.over_rollouts(lines)
+    merged = metrics.merge_rollout_metrics(lines)
     assert math.isnan(merged.pop("reward/mean"))
     assert merged == {
         "step": 3,

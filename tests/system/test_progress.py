@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 
 from jaxspec.system import progress
-from jaxspec.system.progress import Progress, Waiting
+from jaxspec.system.progress import Heartbeat, Progress
 
 
 def test_plain_progress_prints_some_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("RL", 100) as progress:
-        progress.say("resuming [not markup] from step 3 " + "x" * 100)
+        progress.print_line("resuming [not markup] from step 3 " + "x" * 100)
         for step in range(1, 101):
             progress.update(
                 step, reward=0.51234, acceptance_length=3.2, tokens_per_s=12345.6, entropy=None
@@ -47,7 +47,7 @@ def test_terminal_shows_a_bar() -> None:
     console = Console(file=screen, force_terminal=True, width=120)
     with Progress("RL", 60, console=console) as progress:
         progress.update(30, reward=0.5, tokens_per_s=1234.0)
-        progress.say("saved")
+        progress.print_line("saved")
     progress.stop()
     text = screen.getvalue()
     assert "30/60" in text
@@ -58,19 +58,19 @@ def test_terminal_shows_a_bar() -> None:
 
 def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("RL", 2, process_index=1) as progress:
-        progress.say("hello")
+        progress.print_line("hello")
         progress.update(2, reward=1.0)
     assert capsys.readouterr().out == ""
 
 
 def test_what_takes_long_is_said_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "WAITING_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.05)
     told: list[str] = []
-    with Waiting(told.append) as waiting:
-        waiting.begin("reading the problems")
+    with Heartbeat(told.append) as waiting:
+        waiting.start_activity("reading the problems")
         while not told:
             time.sleep(0.01)
-        waiting.say("compiling")
+        waiting.print_line("compiling")
         said = len(told)
         time.sleep(0.2)
         assert len(told) == said
@@ -79,6 +79,6 @@ def test_what_takes_long_is_said_with_its_seconds(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_said_of_what_is_soon_done() -> None:
     told: list[str] = []
-    with Waiting(told.append) as waiting:
-        waiting.begin("reading the problems")
+    with Heartbeat(told.append) as waiting:
+        waiting.start_activity("reading the problems")
     assert told == []

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxspec.config.settings import ResolvedConfig, numbers_of
+from jaxspec.config.settings import ResolvedConfig, parse_range
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.system.trace import Profiler, paths_of
+from jaxspec.system.trace import Profiler, read_scope_paths
 
 
 @jax.named_scope("generate")
@@ -48,7 +48,7 @@ def compiled() -> Any:
 
 
 def test_every_operation_knows_its_scopes(compiled: Any) -> None:
-    found = set(paths_of([compiled]).values())
+    found = set(read_scope_paths([compiled]).values())
     assert {("learn", "train"), ("generate", "draft"), ("generate", "verify")} <= found
     assert {name for path in found for name in path} == {
         "learn",
@@ -66,7 +66,7 @@ def test_a_trace_has_the_calls_of_the_range_and_the_parts_of_each(
     profiler = Profiler(range(2, 4), tmp_path / "new" / "trace.json.gz", [compiled], said.append)
     x = jnp.ones((64, 64)) / 64
     for number in range(6):
-        with profiler.call(number):
+        with profiler.trace_call(number):
             jax.block_until_ready(compiled(x))
     assert len(said) == 1, "written once, right after the last call"
     profiler.close()
@@ -118,7 +118,7 @@ def test_a_run_that_ends_within_the_range_keeps_what_was_traced(
     compiled: Any, tmp_path: Path
 ) -> None:
     profiler = Profiler(range(1, 9), tmp_path / "trace.json.gz", [compiled], lambda _: None)
-    with profiler.call(1):
+    with profiler.trace_call(1):
         jax.block_until_ready(compiled(jnp.ones((64, 64))))
     assert not list(tmp_path.iterdir())
     profiler.close()
@@ -126,8 +126,8 @@ def test_a_run_that_ends_within_the_range_keeps_what_was_traced(
 
 
 def test_ranges() -> None:
-    assert list(numbers_of("profile", "10:12")) == [10, 11]
-    assert not numbers_of("profile", "")
+    assert list(parse_range("profile", "10:12")) == [10, 11]
+    assert not parse_range("profile", "")
     for text in ("10", "12:10", "3:3", "a:b", "-1:4", ":4", "1:2:3"):
         with pytest.raises(ConfigError, match="FIRST:END"):
             ResolvedConfig(profile=text)

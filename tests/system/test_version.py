@@ -16,7 +16,7 @@ from jaxspec.bench import __main__ as bench
 from jaxspec.config.cli import load_config, take_option
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import version as versions
-from jaxspec.system.version import DISTRIBUTION, refuse_namesake, version
+from jaxspec.system.version import DISTRIBUTION, package_version, refuse_namesake
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"
@@ -35,15 +35,15 @@ def test_the_version_is_that_of_the_distribution_or_else_of_the_checkout(
         "metadata",
         SimpleNamespace(version=lambda name: f"7 of {name}", PackageNotFoundError=LookupError),
     )
-    assert version() == "7 of jaxspec-rl"
+    assert package_version() == "7 of jaxspec-rl"
     monkeypatch.setattr(
         versions,
         "metadata",
         SimpleNamespace(version=missing, PackageNotFoundError=metadata.PackageNotFoundError),
     )
-    assert version() == PROJECT["version"]
+    assert package_version() == PROJECT["version"]
     monkeypatch.setattr(versions, "_PACKAGE", tmp_path / "jaxspec")
-    assert version() == "unknown"
+    assert package_version() == "unknown"
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["--config", "rl_think.py", "--version"]])
@@ -59,7 +59,7 @@ def test_every_program_says_its_version(
         with pytest.raises(SystemExit) as ended:
             say()
         assert ended.value.code == 0
-        assert capsys.readouterr().out == f"jaxspec-rl {version()}\n"
+        assert capsys.readouterr().out == f"jaxspec-rl {package_version()}\n"
 
 
 def test_the_project_says_who_it_is() -> None:

@@ -18,7 +18,7 @@ from tests.tokens.folders import ASKS, edit
 def test_bad_template_is_reported(folder, template):
     edit(folder / "tokenizer_config.json", chat_template=template)
     with pytest.raises(ConfigError, match="chat_template"):
-        load_tokenizer(str(folder)).render("x")
+        load_tokenizer(str(folder)).render_prompt("x")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_bad_template_is_reported(folder, template):
 def test_a_template_that_takes_too_much_or_fails_ends_in_one_line(
     folder, monkeypatch, template, reason
 ):
-    monkeypatch.setattr(chat_template, "SECONDS", 0)  # and up to one more
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0)  # and up to one more
     edit(folder / "tokenizer_config.json", chat_template=template)
     with pytest.raises(
         ConfigError,
@@ -54,21 +54,21 @@ def test_a_template_that_takes_too_much_or_fails_ends_in_one_line(
             r" chat_template$"
         ),
     ):
-        load_tokenizer(str(folder)).render("x")
+        load_tokenizer(str(folder)).render_prompt("x")
 
 
 def test_a_template_goes_on_after_a_message_that_took_too_long(folder, monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 0)
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0)
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     edit(
         folder / "tokenizer_config.json",
         chat_template="{% if messages[0].content == '1' %}" + slow + "{% endif %}?" + ASKS,
     )
     tokenizer = load_tokenizer(str(folder))
-    assert tokenizer.render("2") == "?2"
+    assert tokenizer.render_prompt("2") == "?2"
     with pytest.raises(ConfigError, match="takes more than 0 seconds"):
-        tokenizer.render("1")
-    assert tokenizer.render("2") == "?2"
+        tokenizer.render_prompt("1")
+    assert tokenizer.render_prompt("2") == "?2"
 
 
 def test_a_template_may_be_filled_from_several_threads_and_leaves_no_process(folder):
@@ -78,7 +78,7 @@ def test_a_template_may_be_filled_from_several_threads_and_leaves_no_process(fol
     )
     tokenizer = load_tokenizer(str(folder))
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(tokenizer.render, map(str, range(50)))) == [
+        assert list(pool.map(tokenizer.render_prompt, map(str, range(50)))) == [
             f"{i}\u00e9\n{i}" for i in range(50)
         ]
     assert tokenizer._template is not None
@@ -109,7 +109,7 @@ def test_what_transformers_adds_to_templates_writes_the_same(folder, name):
 
     chat = [{"role": "user", "content": "1+1="}]
     (wanted,), _ = render([chat], chat_template=EXTENDED[name] + ASKS)
-    assert load_tokenizer(str(folder)).render("1+1=") == wanted
+    assert load_tokenizer(str(folder)).render_prompt("1+1=") == wanted
 
 
 def test_the_day_of_a_template_is_pinned(folder, monkeypatch):
@@ -117,10 +117,10 @@ def test_the_day_of_a_template_is_pinned(folder, monkeypatch):
     edit(folder / "tokenizer_config.json", chat_template="{{ strftime_now('%d %b %T') }}" + ASKS)
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.reads_clock
-    pinned = tokenizer.on_day("2026-03-04")
-    assert pinned.render("1+1=") == "04 Mar 00:00:001+1="
+    pinned = tokenizer.with_date("2026-03-04")
+    assert pinned.render_prompt("1+1=") == "04 Mar 00:00:001+1="
     assert pinned.fingerprint != tokenizer.fingerprint
-    assert tokenizer.on_day("2026-03-05").fingerprint != pinned.fingerprint
+    assert tokenizer.with_date("2026-03-05").fingerprint != pinned.fingerprint
     edit(folder / "tokenizer_config.json", chat_template=ASKS)
     assert not load_tokenizer(str(folder)).reads_clock
 
@@ -132,15 +132,15 @@ def test_many_prompts_at_once_are_those_of_one_by_one(folder):
     )
     tokenizer = load_tokenizer(str(folder))
     asked = [("1+1=", None), ([{"role": "user", "content": "2"}], [{"n": "7"}]), ("3", None)]
-    prompts = tokenizer.render_each(asked)
-    assert prompts == [tokenizer.render(*each) for each in asked] == ["1+1=", "72", "3"]
-    assert tokenizer.lengths(prompts) == [len(tokenizer.encode(prompt)) for prompt in prompts]
+    prompts = tokenizer.render_prompts(asked)
+    assert prompts == [tokenizer.render_prompt(*each) for each in asked] == ["1+1=", "72", "3"]
+    assert tokenizer.count_tokens(prompts) == [len(tokenizer.encode(prompt)) for prompt in prompts]
     with pytest.raises(ConfigError, match=r"refuses one of these problems"):
-        tokenizer.render_each([("1", None), ([], None)])
-    assert tokenizer.render("1") == "1"
+        tokenizer.render_prompts([("1", None), ([], None)])
+    assert tokenizer.render_prompt("1") == "1"
 
 
 def test_template_cannot_reach_python(folder):
     edit(folder / "tokenizer_config.json", chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(ConfigError, match="unsafe"):
-        load_tokenizer(str(folder)).render("x")
+        load_tokenizer(str(folder)).render_prompt("x")

@@ -148,7 +148,7 @@ def test_published_forms(tmp_path: Path, form: Form) -> None:
     assert list(tokenizer.bos_ids) == form.begin
     assert set(tokenizer.stop_ids) == form.ends
     if "chat_template" not in form.settings:
-        assert tokenizer.chat("a") == [*form.begin, 0]
+        assert tokenizer.encode_prompt("a") == [*form.begin, 0]
 
 
 @pytest.mark.hf
@@ -196,17 +196,17 @@ def test_the_only_end_must_be_in_the_vocabulary(tmp_path: Path) -> None:
 def test_a_stop_string_that_names_a_special_token_is_one_more_end(tmp_path: Path) -> None:
     """Also as an id. Its text is no part of a response, and ordinary strings are looked for."""
     plain = load_tokenizer(write(tmp_path, FORMS["Qwen: no begin token"]))
-    told = plain.ending_with(("<eot>", "<turn>", "a"), (5,))
+    told = plain.with_stops(("<eot>", "<turn>", "a"), (5,))
     assert told.stop_ids == (4, 7, 5)
-    assert told.ending_with((), ()).stop_ids == (4,)
+    assert told.with_stops((), ()).stop_ids == (4,)
     assert plain.stop_ids == (4,)
     assert told.decode([0, 7, 5, 0]) == "a a"
-    table = told.stop_table(("<eot>", "<turn>", "a"))
+    table = told.build_stop_table(("<eot>", "<turn>", "a"))
     assert table is not None
     row = jnp.asarray([[7, 8, 0]], jnp.int32)
     ends, _ = table(jnp.zeros(1, jnp.int32), row)
     assert ends.tolist() == [[False, True, True]]
-    assert told.stop_table(("<eot>",)) is None
+    assert told.build_stop_table(("<eot>",)) is None
 
 
 @pytest.mark.parametrize("string", ["a<eot>", "<eot>\n", "x<|im_end|>y"])
@@ -214,16 +214,16 @@ def test_a_stop_string_with_a_special_token_in_it_is_refused(tmp_path: Path, str
     """And the remedy of the message works."""
     tokenizer = load_tokenizer(write(tmp_path, FORMS["Qwen: no begin token"]))
     with pytest.raises(ConfigError, match=r"rollout\.stop has .*, which has the special token '<"):
-        tokenizer.ending_with((string,), ())
+        tokenizer.with_stops((string,), ())
     name = "turns that end with an added token that is not special"
     with pytest.raises(ConfigError, match=r"'a<turn>', which has the special token '<turn>' in it"):
-        load_tokenizer(write(tmp_path, FORMS[name])).ending_with(("a<turn>",), ())
+        load_tokenizer(write(tmp_path, FORMS[name])).with_stops(("a<turn>",), ())
     token = next(token for token in TOKENS if token in string)
-    assert tokenizer.ending_with((token,), ()).stop_ids == (4, 3 + TOKENS.index(token))
+    assert tokenizer.with_stops((token,), ()).stop_ids == (4, 3 + TOKENS.index(token))
 
 
 def test_a_stop_id_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path, FORMS["Qwen: no begin token"]))
     with pytest.raises(ConfigError, match=r"rollout\.stop_ids has 9, .* has 9 tokens, from 0"):
-        tokenizer.ending_with((), (9,))
-    assert tokenizer.ending_with((), (8,)).stop_ids == (4, 8)
+        tokenizer.with_stops((), (9,))
+    assert tokenizer.with_stops((), (8,)).stop_ids == (4, 8)

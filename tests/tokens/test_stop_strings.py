@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.tokens.stop_strings import StopTable, stop_table, token_bytes
+from jaxspec.tokens.stop_strings import StopTable, build_stop_table, decode_pieces
 from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.tokens.folders import needs_qwen
 
@@ -53,13 +53,13 @@ def test_every_row_of_six_tokens_ends_where_its_text_says(
     strings, tokens = case
     rows = list(product(range(len(tokens)), repeat=6))[:: 1 if len(tokens) < 7 else 5]
     wanted = [closed(strings, [tokens[place] for place in row]) for row in rows]
-    np.testing.assert_array_equal(of_rows(stop_table(strings, tokens, "its"), rows), wanted)
+    np.testing.assert_array_equal(of_rows(build_stop_table(strings, tokens, "its"), rows), wanted)
 
 
 def test_a_row_goes_on_in_the_state_that_it_had() -> None:
     """The states after each token are those from which the rest of the row is found alike."""
     strings, tokens = CASES["straddling and overlapping"]
-    table = stop_table(strings, tokens, "its")
+    table = build_stop_table(strings, tokens, "its")
     assert table is not None
     rows = jnp.asarray(np.random.default_rng(0).integers(0, 7, (500, 8)), jnp.int32)
     ends, states = table(jnp.zeros(500, jnp.int32), rows)
@@ -71,13 +71,13 @@ def test_a_row_goes_on_in_the_state_that_it_had() -> None:
 
 
 def test_without_strings_there_is_no_table() -> None:
-    assert stop_table((), [b"a"], "its") is None
-    assert character_tokenizer().stop_table(()) is None
+    assert build_stop_table((), [b"a"], "its") is None
+    assert character_tokenizer().build_stop_table(()) is None
 
 
 def test_built_in_characters() -> None:
     tokenizer = character_tokenizer()
-    table = tokenizer.stop_table(("#4", "12"))
+    table = tokenizer.build_stop_table(("#4", "12"))
     ids = [*tokenizer.encode("1#"), *tokenizer.bos_ids, *tokenizer.encode("412")]
     assert tokenizer.decode(ids) == "1#412"
     assert of_rows(table, [ids]).tolist() == [[False, False, False, True, False, True]]
@@ -87,15 +87,15 @@ def test_what_no_token_can_write_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^rollout\.stop has 'A:', which no tokens of the .*built-in"
     ):
-        character_tokenizer().stop_table(("12", "A:"))
+        character_tokenizer().build_stop_table(("12", "A:"))
 
 
 def test_too_many_are_refused_with_their_number() -> None:
     tokens, most = [bytes([byte]) for byte in range(128)], "".join(map(chr, range(127)))
-    found = of_rows(stop_table((most, most[:50]), tokens, "its"), [range(127)])
+    found = of_rows(build_stop_table((most, most[:50]), tokens, "its"), [range(127)])
     assert found[0].nonzero()[0].tolist() == [49, 126]
     with pytest.raises(ConfigError, match=r"rollout\.stop has 2 strings with 128 .* at most 127 "):
-        stop_table((most, most[:50] + "\0"), tokens, "its")
+        build_stop_table((most, most[:50] + "\0"), tokens, "its")
 
 
 def llama_like() -> Tokenizer:
@@ -121,7 +121,7 @@ def llama_like() -> Tokenizer:
 def test_tokens_of_words_and_bytes_add_what_they_add_behind_another() -> None:
     tokenizer = llama_like()
     backend = tokenizer._backend
-    pieces = token_bytes(backend, tokenizer.size, {1})
+    pieces = decode_pieces(backend, tokenizer.size, {1})
     assert pieces[:7] == [b"<unk>", b"", b" ", b" a", b"b", b"  ", b"a b"]
     assert pieces[7:-1] == [bytes([byte]) for byte in range(256)]
     assert pieces[-1] == b"<think>"
@@ -130,19 +130,19 @@ def test_tokens_of_words_and_bytes_add_what_they_add_behind_another() -> None:
         ids = [first, *random.integers(2, 7, 6).tolist()]
         assert tokenizer.decode(ids).encode() == b"".join(pieces[i] for i in ids)
     accent = [backend.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
-    table = tokenizer.stop_table(("é b",))
+    table = tokenizer.build_stop_table(("é b",))
     row = [first, *accent, 2, first, 1]
     assert of_rows(table, [row]).tolist() == [[False] * 4 + [True, False]]
 
 
 @needs_qwen
 def test_bytes_of_every_token_of_qwen(qwen: Tokenizer) -> None:
-    pieces = token_bytes(qwen._backend, qwen.size, set(qwen.stop_ids))
+    pieces = decode_pieces(qwen._backend, qwen.size, set(qwen.stop_ids))
     texts = qwen._backend.decode_batch([[i] for i in range(qwen.size)], skip_special_tokens=False)
     assert pieces[151_644] == b"<|im_start|>"
     differ = [i for i, piece in enumerate(pieces) if piece.decode(errors="replace") != texts[i]]
     assert differ == sorted(qwen.stop_ids)
-    assert qwen.stop_table((" the",)) is not None
+    assert qwen.build_stop_table((" the",)) is not None
 
 
 PAGES = (
@@ -158,9 +158,9 @@ STRINGS = ("\n\nProblem:", "\N{IDEOGRAPHIC FULL STOP}\n\N{GRINNING FACE}", "k>\n
 def test_qwen_stops_where_the_text_says_however_it_is_cut_into_tokens(qwen: Tokenizer) -> None:
     """Texts in their own tokens, and in tokens that are drawn at random among all that fit, so that
     strings, and characters, lie across their bounds; special tokens between them add nothing."""
-    pieces = token_bytes(qwen._backend, qwen.size, {*range(151_643, 151_657)})
+    pieces = decode_pieces(qwen._backend, qwen.size, {*range(151_643, 151_657)})
     by_bytes = {piece: i for i, piece in enumerate(pieces) if piece}
-    table, random, across = qwen.stop_table(STRINGS), np.random.default_rng(0), 0
+    table, random, across = qwen.build_stop_table(STRINGS), np.random.default_rng(0), 0
     for page in PAGES:
         own = qwen.encode(page)
         ends = [any(s in qwen.decode(own[: n + 1]) for s in STRINGS) for n in range(len(own))]

@@ -6,23 +6,23 @@ import os
 import pytest
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.tokens.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer
+from jaxspec.tokens.tokenizer import ARITHMETIC_CHARACTERS, character_tokenizer, load_tokenizer
 from tests.tokens.folders import ASKS, QWEN, edit, needs_qwen
 
 
 def test_characters_round_trip():
     tokenizer = character_tokenizer()
-    ids = tokenizer.encode(CHARACTERS)
-    assert len(set(ids)) == len(CHARACTERS)
-    assert tokenizer.decode(ids) == CHARACTERS
+    ids = tokenizer.encode(ARITHMETIC_CHARACTERS)
+    assert len(set(ids)) == len(ARITHMETIC_CHARACTERS)
+    assert tokenizer.decode(ids) == ARITHMETIC_CHARACTERS
     assert tokenizer.size <= 40
-    assert tokenizer.chat("27+85=") == [*tokenizer.bos_ids, *tokenizer.encode("27+85=")]
+    assert tokenizer.encode_prompt("27+85=") == [*tokenizer.bos_ids, *tokenizer.encode("27+85=")]
 
 
 def test_decode_drops_ends_padding_and_ids_without_a_token():
     tokenizer = character_tokenizer()
     ids = [
-        *tokenizer.chat("1+1="),
+        *tokenizer.encode_prompt("1+1="),
         tokenizer.stop_ids[0],
         tokenizer.pad_id,
         tokenizer.size,
@@ -33,7 +33,7 @@ def test_decode_drops_ends_padding_and_ids_without_a_token():
 
 
 def test_unknown_characters_are_named_once():
-    assert character_tokenizer().unknown("a1b+a") == "ab"
+    assert character_tokenizer().unknown_characters("a1b+a") == "ab"
 
 
 def test_save_and_load_agree(folder):
@@ -44,8 +44,8 @@ def test_save_and_load_agree(folder):
         ours.stop_ids,
         ours.bos_ids,
     )
-    assert loaded.chat("99-12=") == ours.chat("99-12=")
-    assert loaded.decode(loaded.chat("99-12=")) == "99-12="
+    assert loaded.encode_prompt("99-12=") == ours.encode_prompt("99-12=")
+    assert loaded.decode(loaded.encode_prompt("99-12=")) == "99-12="
 
 
 def test_truncation_and_padding_that_a_file_keeps_are_not_followed(folder):
@@ -72,11 +72,11 @@ def test_vocabulary_must_hold_every_token():
 
 def test_template_file_wins_and_sees_special_tokens(folder):
     edit(folder / "tokenizer_config.json", chat_template="1{{ messages[0].content }}")
-    assert load_tokenizer(str(folder)).render("2+2=") == "12+2="
+    assert load_tokenizer(str(folder)).render_prompt("2+2=") == "12+2="
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}?{{ messages[0].content }}{% if add_generation_prompt %};{% endif %}"
     )
-    assert load_tokenizer(str(folder)).render("2+2=") == "<bos>?2+2=;"
+    assert load_tokenizer(str(folder)).render_prompt("2+2=") == "<bos>?2+2=;"
 
 
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %};"
@@ -94,14 +94,14 @@ def test_a_problem_is_written_in_the_format_that_is_asked_for(folder, prompt_for
     """A base model must not get a chat template, also where its tokenizer has one."""
     edit(folder / "tokenizer_config.json", chat_template=CHAT)
     tokenizer = load_tokenizer(str(folder), prompt_format=prompt_format)
-    assert tokenizer.render("1+1=") == prompt
-    assert tokenizer.render([{"role": "user", "content": "1+1="}]) == prompt
+    assert tokenizer.render_prompt("1+1=") == prompt
+    assert tokenizer.render_prompt([{"role": "user", "content": "1+1="}]) == prompt
     chat = [{"role": "system", "content": "?"}, {"role": "user", "content": "1+1="}]
     if prompt_format == "chat":
-        assert tokenizer.render(chat) == "<bos>[system]?[user]1+1=;"
+        assert tokenizer.render_prompt(chat) == "<bos>[system]?[user]1+1=;"
     else:
         with pytest.raises(ConfigError, match=r"a chat of 2 messages .*data\.prompt_format is"):
-            tokenizer.render(chat)
+            tokenizer.render_prompt(chat)
 
 
 def test_named_templates_give_the_default(folder):
@@ -109,7 +109,7 @@ def test_named_templates_give_the_default(folder):
         folder / "tokenizer_config.json",
         chat_template=[{"name": "tool", "template": "1"}, {"name": "default", "template": ASKS}],
     )
-    assert load_tokenizer(str(folder)).render("x") == "x"
+    assert load_tokenizer(str(folder)).render_prompt("x") == "x"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_token_objects_are_read(folder):
     )
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.stop_ids == (1,)
-    assert tokenizer.chat("7") == tokenizer.encode("7")
+    assert tokenizer.encode_prompt("7") == tokenizer.encode("7")
 
 
 def test_missing_and_damaged_files_are_named(folder):
@@ -233,7 +233,7 @@ def test_values_of_another_type_are_refused_with_their_file(folder, file, key, v
     for value in values:
         (folder / file).write_text(json.dumps(before | {key: value}))
         with pytest.raises(ConfigError, match=rf"^{folder}/{file}{named}") as error:
-            load_tokenizer(str(folder)).render("1")
+            load_tokenizer(str(folder)).render_prompt("1")
         assert "\n" not in str(error.value)
 
 
@@ -243,7 +243,7 @@ def test_a_tokenizer_that_cannot_say_a_text_or_anything_is_named(folder):
     with pytest.raises(
         ConfigError, match=rf"^{folder}/tokenizer\.json cannot encode .*Missing \[UNK\]"
     ):
-        load_tokenizer(str(folder)).chat("2")
+        load_tokenizer(str(folder)).encode_prompt("2")
     edit(
         folder / "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[]
     )
@@ -268,7 +268,9 @@ def test_a_file_that_cannot_be_read_is_not_passed_over(folder):
 
 def test_a_home_folder_may_be_written_in_short(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert load_tokenizer(f"~/{folder.name}").chat("1+1=") == character_tokenizer().chat("1+1=")
+    assert load_tokenizer(f"~/{folder.name}").encode_prompt(
+        "1+1="
+    ) == character_tokenizer().encode_prompt("1+1=")
     with pytest.raises(
         ConfigError, match=r"^data\.tokenizer is '~nobody7/x', and no home directory"
     ):
@@ -293,8 +295,10 @@ def test_qwen_ids(qwen):
 
 @needs_qwen
 def test_qwen_chat(qwen):
-    assert qwen.render("hello") == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert qwen.chat("hello") == [151_644, 872, 198, 14_990, 151_645, 198, 151_644, 77_091, 198]
+    prompt = qwen.render_prompt("hello")
+    assert prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    ids = qwen.encode_prompt("hello")
+    assert ids == [151_644, 872, 198, 14_990, 151_645, 198, 151_644, 77_091, 198]
 
 
 @needs_qwen
@@ -339,13 +343,13 @@ def test_damage_is_named_or_leaves_a_tokenizer(folder, name):
     ):
         (folder / name).write_bytes(damaged)
         with pytest.raises(ConfigError) as refused:
-            load_tokenizer(str(folder)).chat("1+1=")
+            load_tokenizer(str(folder)).encode_prompt("1+1=")
         assert str(folder) in str(refused.value)
     refusals = []
     for damaged in _flipped(content):
         (folder / name).write_bytes(damaged)
         try:
-            load_tokenizer(str(folder)).chat("1+1=")
+            load_tokenizer(str(folder)).encode_prompt("1+1=")
         except ConfigError as error:
             refusals.append(str(error))
     assert refusals

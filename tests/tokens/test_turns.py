@@ -71,7 +71,7 @@ def test_qwen_conversations_are_those_of_the_reference(path):
     model, chat, _ = path.stem.split("_")
     tokenizer = load_tokenizer(str(QWEN), enable_thinking=model == "qwen3-thinking")
     reference = json.loads(path.read_text())
-    ids, written = tokenizer.conversation([SYSTEM, *CHATS[chat]])
+    ids, written = tokenizer.encode_chat([SYSTEM, *CHATS[chat]])
     assert ids == reference["input_ids"]
     assert written == [bool(each) for each in reference["loss_mask"]]
 
@@ -79,16 +79,17 @@ def test_qwen_conversations_are_those_of_the_reference(path):
 @needs_qwen
 def test_qwen_answers_without_thinking_where_it_is_told_to(qwen):
     told = load_tokenizer(str(QWEN), enable_thinking=False)
-    assert told.render("hello") == qwen.render("hello") + "<think>\n\n</think>\n\n"
-    assert told.chat("hello")[len(qwen.chat("hello")) :] == [151_667, 271, 151_668, 271]
+    assert told.render_prompt("hello") == qwen.render_prompt("hello") + "<think>\n\n</think>\n\n"
+    prompt = qwen.encode_prompt("hello")
+    assert told.encode_prompt("hello")[len(prompt) :] == [151_667, 271, 151_668, 271]
 
 
 @needs_qwen
 def test_qwen_tools_stand_in_the_system_message(qwen):
-    ids, written = qwen.conversation(
+    ids, written = qwen.encode_chat(
         ASKED, tools=[{"type": "function", "function": {"name": "now"}}]
     )
-    plain, as_before = qwen.conversation(ASKED)
+    plain, as_before = qwen.encode_chat(ASKED)
     assert '<tools>\n{"type": "function", "function": {"name": "now"}}\n</tools>' in qwen.decode(
         ids
     )
@@ -111,7 +112,7 @@ def chat_of(template, header, closing, messages, folder):
         folder / "tokenizer_config.json",
         chat_template=whole + "{% if add_generation_prompt %}" + header + "{% endif %}",
     )
-    return load_tokenizer(str(folder)).conversation(
+    return load_tokenizer(str(folder)).encode_chat(
         [{"role": role, "content": text} for role, text in messages]
     )
 
@@ -181,4 +182,4 @@ def test_messages_need_a_template():
     with pytest.raises(
         ConfigError, match=r"built-in: there is no chat template for messages; add chat_template"
     ):
-        character_tokenizer().conversation([{"role": "user", "content": "1"}])
+        character_tokenizer().encode_chat([{"role": "user", "content": "1"}])

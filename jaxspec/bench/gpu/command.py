@@ -8,154 +8,173 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.bench.gpu.device import DRIVERS
-from jaxspec.bench.gpu.options import DEFAULTS, SECTIONS, USUAL_SECONDS, GpuOptions
-from jaxspec.bench.gpu.programs import Programs, Recipe, Say, save_all
+from jaxspec.bench.gpu.device import MIN_DRIVERS
+from jaxspec.bench.gpu.options import DEFAULTS, SECTION_TITLES, USUAL_SECONDS, GpuOptions
+from jaxspec.bench.gpu.programs import Log, Programs, Recipe, save_programs
 from jaxspec.bench.gpu.results import Results
-from jaxspec.bench.gpu.run import GpuRun, Plan
-from jaxspec.bench.gpu.sections.card import CARD
-from jaxspec.bench.gpu.sections.profile import PROFILE
-from jaxspec.bench.gpu.sections.right import RIGHT
-from jaxspec.bench.gpu.sections.rounds import ANSWERS, HEADLINE, VARIANTS
-from jaxspec.bench.gpu.sections.steps import LEARNING, STEPS_SECTION
+from jaxspec.bench.gpu.run import GpuPlan, GpuRun
+from jaxspec.bench.gpu.sections.card import CARD_SECTION
+from jaxspec.bench.gpu.sections.profile import PROFILE_SECTION
+from jaxspec.bench.gpu.sections.right import CORRECTNESS_SECTION
+from jaxspec.bench.gpu.sections.rounds import ANSWERS_SECTION, HEADLINE_SECTION, VARIANTS_SECTION
+from jaxspec.bench.gpu.sections.steps import LEARNING_SECTION, STEPS_SECTION
 from jaxspec.bench.gpu.starting import (
-    begun_folder,
-    open_absent,
+    create_program_folder,
+    open_compile_plan,
     open_plan,
-    opened_folder,
-    target_of,
+    open_program_folder,
+    program_target,
 )
-from jaxspec.bench.measure import process_seconds
-from jaxspec.compiled.hardware import HARDWARE, HERE
-from jaxspec.config.cli import override, take_option
+from jaxspec.bench.measure import process_age_seconds
+from jaxspec.compiled.hardware import HARDWARE, LOCAL_DEVICES
+from jaxspec.config.cli import override_settings, take_option
 from jaxspec.inputs.checked import first_line, require
 from jaxspec.mesh import cores
 from jaxspec.system.progress import Screen
 
 COMMAND = "python -m jaxspec.bench gpu"
-_LISTED = "\n".join(f"  {number}  {about}" for number, about in SECTIONS.items())
+_SECTION_LIST = "\n".join(f"  {number}  {title}" for number, title in SECTION_TITLES.items())
 ABOUT = f"""Measures speculation on one GPU within ten minutes, with random weights: no checkpoint,
 no network. Every section prints its table at once, and adds it to --out; a second call goes on
 where the first one ended. Sections that are out of time are left out, and named.
 
-{_LISTED}
+{_SECTION_LIST}
 
 Programs are compiled on threads while others run. To have no compiling at all there, make them
 elsewhere first, with the same versions of JAX and its plugin, and carry the folder:
   {COMMAND} --prepare FOLDER --hardware h100     (anywhere; needs the extra `check`, no GPU)
   {COMMAND} --programs FOLDER --out h100.json    (on the card)
---hardware is one of {", ".join(HARDWARE)}, or {HERE}: the device of this machine.
-Needs compute capability 8.0 (Ampere) or newer, and a driver from {DRIVERS[12]} (CUDA 12) or
-{DRIVERS[13]} (CUDA 13) on. To try all of it on a CPU, in a minute or two:
+--hardware is one of {", ".join(HARDWARE)}, or {LOCAL_DEVICES}: the device of this machine.
+Needs compute capability 8.0 (Ampere) or newer, and a driver from {MIN_DRIVERS[12]} (CUDA 12) or
+{MIN_DRIVERS[13]} (CUDA 13) on. To try all of it on a CPU, in a minute or two:
   {COMMAND} --size tiny
 The last line of the output is one JSON object."""
-PARTS = dict(
-    enumerate((CARD, RIGHT, HEADLINE, VARIANTS, ANSWERS, STEPS_SECTION, LEARNING, PROFILE))
+SECTIONS = dict(
+    enumerate(
+        (
+            CARD_SECTION,
+            CORRECTNESS_SECTION,
+            HEADLINE_SECTION,
+            VARIANTS_SECTION,
+            ANSWERS_SECTION,
+            STEPS_SECTION,
+            LEARNING_SECTION,
+            PROFILE_SECTION,
+        )
+    )
 )
 """Sections by number."""
 
 
-def parsed(argv: Sequence[str]) -> GpuOptions:
+def parse_options(argv: Sequence[str]) -> GpuOptions:
     """Reads the command line; the defaults are those of --size."""
     size, _ = take_option(argv, COMMAND, "size", "8b|tiny", "8b")
-    return override(DEFAULTS.get(size, DEFAULTS["8b"]), argv, COMMAND, ABOUT)
+    return override_settings(DEFAULTS.get(size, DEFAULTS["8b"]), argv, COMMAND, ABOUT)
 
 
-def recipes_of(plan: Plan, sections: Sequence[int]) -> list[Recipe]:
+def section_recipes(plan: GpuPlan, sections: Sequence[int]) -> list[Recipe]:
     """The programs of sections, in their order and once each."""
-    listed = [recipe for number in sections for recipe in PARTS[number].recipes(plan)]
-    return list({recipe.name: recipe for recipe in listed}.values())
+    recipes = [recipe for number in sections for recipe in SECTIONS[number].recipes(plan)]
+    return list({recipe.name: recipe for recipe in recipes}.values())
 
 
-def prepare(options: GpuOptions) -> int:
+def prepare_programs(options: GpuOptions) -> int:
     """Compiles all programs into a folder; the exit status is 1 if any failed."""
-    plan, screen = open_absent(options), Screen()
-    folder = begun_folder(plan)
-    say = _sayer(screen)
-    recipes = recipes_of(plan, options.chosen_sections)
-    began = time.monotonic()
-    failed = save_all(recipes, plan.mesh, folder, _workers(options), say)
-    say(
-        f"{len(folder)} programs for {folder.target.card}, {folder.size / 2**20:.1f} MiB, in"
-        f" {options.prepare} ({time.monotonic() - began:.0f} s)"
+    plan, screen = open_compile_plan(options), Screen()
+    folder = create_program_folder(plan)
+    log = _line_printer(screen)
+    recipes = section_recipes(plan, options.section_numbers)
+    start_time = time.monotonic()
+    failed_names = save_programs(recipes, plan.mesh, folder, _worker_count(options), log)
+    log(
+        f"{len(folder)} programs for {folder.target.card}, {folder.total_bytes / 2**20:.1f} MiB, in"
+        f" {options.prepare} ({time.monotonic() - start_time:.0f} s)"
     )
-    if failed:
-        say(f"{len(failed)} FAILED: {'; '.join(failed)}")
-    return 1 if failed else 0
+    if failed_names:
+        log(f"{len(failed_names)} FAILED: {'; '.join(failed_names)}")
+    return 1 if failed_names else 0
 
 
-def measure(options: GpuOptions) -> int:
+def measure_sections(options: GpuOptions) -> int:
     """Measures the sections; the exit status is 1 if a part of any failed."""
-    end = time.monotonic() - process_seconds() + options.budget
+    deadline = time.monotonic() - process_age_seconds() + options.budget
     plan, driver = open_plan(options)
     screen = Screen()
-    say = _sayer(screen)
-    target = target_of(plan)
-    results = Results(Path(options.out), target._asdict() | options.measured)
+    log = _line_printer(screen)
+    target = program_target(plan)
+    results = Results(Path(options.out), target._asdict() | options.table_sizes)
     sections = []
-    for number in options.chosen_sections:
-        if options.again or not results.has(number):
+    for number in options.section_numbers:
+        if options.again or not results.has_section(number):
             sections.append(number)
         else:
-            say(f"section {number} is in {options.out} already; --again measures it anew")
-    programs = Programs(plan.mesh, opened_folder(plan, say), _workers(options), say)
+            log(f"section {number} is in {options.out} already; --again measures it anew")
+    programs = Programs(plan.mesh, open_program_folder(plan, log), _worker_count(options), log)
     run = GpuRun(
-        plan=plan, programs=programs, results=results, screen=screen, driver=driver, end=end
+        plan=plan,
+        programs=programs,
+        results=results,
+        screen=screen,
+        driver=driver,
+        deadline=deadline,
     )
     # all at once: threads take them in this order
-    programs.expect(recipes_of(plan, sections))
-    late, failed = [], False
+    programs.queue_recipes(section_recipes(plan, sections))
+    incomplete_sections, has_failures = [], False
     with contextlib.closing(programs):
         for number in sections:
-            if not _section(run, number):
-                late.append(number)
-            failed |= bool(run.failed)
-    if late:
-        say(
-            f"not there, or in part: {', '.join(f'section {number}' for number in late)}; the same"
-            f" command goes on with these (--budget is {options.budget:g} seconds)"
+            if not _measure_section(run, number):
+                incomplete_sections.append(number)
+            has_failures |= bool(run.failed_parts)
+    if incomplete_sections:
+        log(
+            "not there, or in part:"
+            f" {', '.join(f'section {number}' for number in incomplete_sections)}; the same command"
+            f" goes on with these (--budget is {options.budget:g} seconds)"
         )
-    print(json.dumps(results.line), flush=True)
-    return 1 if failed else 0
+    print(json.dumps(results.record), flush=True)
+    return 1 if has_failures else 0
 
 
-def _section(run: GpuRun, number: int) -> bool:
+def _measure_section(run: GpuRun, number: int) -> bool:
     """Measures a section and keeps it; returns whether it is all there."""
-    least = USUAL_SECONDS[number] / 2 if run.plan.on_gpu else 0
-    if run.left <= least:
-        run.say(f"section {number} is left out: {max(run.left, 0):.0f} s are left")
+    min_seconds = USUAL_SECONDS[number] / 2 if run.plan.targets_gpu else 0
+    if run.seconds_left <= min_seconds:
+        run.print_line(f"section {number} is left out: {max(run.seconds_left, 0):.0f} s are left")
         return False
-    run.screen.rule(f"{number}  {SECTIONS[number]}  ({run.left:.0f} s left)", align="left")
-    run.left_out, run.failed, began = [], [], time.monotonic()
+    run.screen.rule(
+        f"{number}  {SECTION_TITLES[number]}  ({run.seconds_left:.0f} s left)", align="left"
+    )
+    run.skipped_parts, run.failed_parts, start_time = [], [], time.monotonic()
     try:
-        found = PARTS[number].measure(run)
+        numbers = SECTIONS[number].measure(run)
     except Exception as error:  # noqa: BLE001 - minutes on a card are too few to lose the rest
         traceback.print_exception(error)
-        found = {"failed": f"{type(error).__name__}: {first_line(error)}"}
-        run.failed.append(f"section {number}")
-        run.say(f"section {number} FAILED: {found['failed']}")
-    seconds = time.monotonic() - began
-    complete = not (run.left_out or run.failed)
-    run.results.add(number, found | {"seconds": seconds}, complete)
-    run.say(f"section {number} took {seconds:.0f} s, and is in {run.results.file}")
+        numbers = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+        run.failed_parts.append(f"section {number}")
+        run.print_line(f"section {number} FAILED: {numbers['failed']}")
+    seconds = time.monotonic() - start_time
+    complete = not (run.skipped_parts or run.failed_parts)
+    run.results.add_section(number, numbers | {"seconds": seconds}, complete)
+    run.print_line(f"section {number} took {seconds:.0f} s, and is in {run.results.file}")
     return complete
 
 
-def _workers(options: GpuOptions) -> int:
+def _worker_count(options: GpuOptions) -> int:
     return options.workers or max(1, min(8, cores() // 2))
 
 
-def _sayer(screen: Screen) -> Say:
-    def say(message: str) -> None:
+def _line_printer(screen: Screen) -> Log:
+    def print_line(message: str) -> None:
         screen.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    return say
+    return print_line
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
-    options = parsed(argv)
-    require(bool(options.chosen_sections), "--sections is empty; name some, such as 0,1,2")
+    options = parse_options(argv)
+    require(bool(options.section_numbers), "--sections is empty; name some, such as 0,1,2")
     # a batch that is given away has parts without a twin among the results
     warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-    return prepare(options) if options.prepare else measure(options)
+    return prepare_programs(options) if options.prepare else measure_sections(options)

@@ -14,14 +14,16 @@ import jax
 
 from jaxspec.inputs.checked import require
 
-OLDEST = 8.0
+MIN_CAPABILITY = 8.0
 """Compute capability of Ampere, the first with bfloat16."""
-DRIVERS = {13: 580, 12: 525}
+MIN_DRIVERS = {13: 580, 12: 525}
 """The oldest driver for each CUDA that JAX's plugins are built for."""
-_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
-def require_driver(file: Path = _DRIVER, installed: Callable[[str], str] = metadata.version) -> str:
+def require_driver(
+    file: Path = _DRIVER_FILE, read_version: Callable[[str], str] = metadata.version
+) -> str:
     """Returns the driver's version, or an empty text if none is loaded.
 
     Raises:
@@ -31,25 +33,29 @@ def require_driver(file: Path = _DRIVER, installed: Callable[[str], str] = metad
         text = file.read_text(encoding="utf-8")
     except OSError:
         return ""
-    found = re.search(r"\b(\d{3,})\.[\d.]+", text)
-    driver = found[0] if found else ""
-    majors = [major for major in DRIVERS if _is_installed(f"jax-cuda{major}-plugin", installed)]
+    match = re.search(r"\b(\d{3,})\.[\d.]+", text)
+    driver = match[0] if match else ""
+    majors = [
+        major for major in MIN_DRIVERS if _is_installed(f"jax-cuda{major}-plugin", read_version)
+    ]
     if driver and majors:
-        fitting = [major for major in majors if int(driver.split(".")[0]) >= DRIVERS[major]]
+        supported_majors = [
+            major for major in majors if int(driver.split(".")[0]) >= MIN_DRIVERS[major]
+        ]
         major = max(majors)
-        other = "; install the extra cuda12 instead" if major == 13 else ""
+        alternative = "; install the extra cuda12 instead" if major == 13 else ""
         require(
-            bool(fitting),
+            bool(supported_majors),
             f"the NVIDIA driver is {driver}, and jax-cuda{major}-plugin"
-            f" {installed(f'jax-cuda{major}-plugin')} (extra cuda{major}) needs {DRIVERS[major]} or"
-            f" newer: update the driver{other}",
+            f" {read_version(f'jax-cuda{major}-plugin')} (extra cuda{major}) needs"
+            f" {MIN_DRIVERS[major]} or newer: update the driver{alternative}",
         )
     return driver
 
 
-def _is_installed(name: str, installed: Callable[[str], str]) -> bool:
+def _is_installed(name: str, read_version: Callable[[str], str]) -> bool:
     with contextlib.suppress(metadata.PackageNotFoundError):
-        return bool(installed(name))
+        return bool(read_version(name))
     return False
 
 
@@ -60,7 +66,7 @@ def require_card(device: Any, size: str, driver: str = "") -> None:
     Raises:
       ConfigError: there is no GPU, or it is older than Ampere.
     """
-    unused = (
+    driver_note = (
         f" (the NVIDIA driver {driver} is loaded: is the extra cuda13 or cuda12 installed, and"
         " JAX_PLATFORMS unset?)"
         if driver
@@ -68,19 +74,20 @@ def require_card(device: Any, size: str, driver: str = "") -> None:
     )
     require(
         device.platform != "cpu" or size == "tiny",
-        f"JAX finds no GPU here{unused}, and --size 8b is for one: try the command with --size tiny"
-        " on this CPU, or compile its programs for a card with --prepare FOLDER --hardware h100",
+        f"JAX finds no GPU here{driver_note}, and --size 8b is for one: try the command with"
+        " --size tiny on this CPU, or compile its programs for a card with --prepare FOLDER"
+        " --hardware h100",
     )
     if device.platform == "gpu":
         capability = float(device.compute_capability)
         require(
-            capability >= OLDEST,
+            capability >= MIN_CAPABILITY,
             f"the {device.device_kind} has compute capability {capability}; bench gpu needs"
-            f" {OLDEST} (Ampere) or newer, as older cards have no bfloat16",
+            f" {MIN_CAPABILITY} (Ampere) or newer, as older cards have no bfloat16",
         )
 
 
-def about_card(device: Any, driver: str) -> dict[str, Any]:
+def describe_card(device: Any, driver: str) -> dict[str, Any]:
     """Facts about the device and what else runs on the machine."""
     stats = device.memory_stats() or {}
     return {
@@ -99,10 +106,12 @@ def other_processes() -> list[str]:
     """Other processes on the GPUs, as nvidia-smi lists them; none if it does not say."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     return [line for line in lines if line.split(",")[0] != str(os.getpid())]
 
 
@@ -118,24 +127,24 @@ class DeviceMemory:
         self._device, self.peak = device, 0
 
     def __enter__(self) -> "DeviceMemory":
-        self.peak = self._now()
-        self._done = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True)
-        self._watch.start()
+        self.peak = self._read_in_use()
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(target=self._track_peak, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._watch.join()
+        self._stop_event.set()
+        self._thread.join()
 
-    def _look(self) -> None:
-        while not self._done.wait(0.005):
-            self.peak = max(self.peak, self._now())
+    def _track_peak(self) -> None:
+        while not self._stop_event.wait(0.005):
+            self.peak = max(self.peak, self._read_in_use())
 
-    def _now(self) -> int:
+    def _read_in_use(self) -> int:
         return (self._device.memory_stats() or {}).get("bytes_in_use", 0)
 
 
-def wait_for(tree: Any) -> Any:
+def wait_for_arrays(tree: Any) -> Any:
     """Waits until arrays are there; returns them."""
     return jax.block_until_ready(tree)

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 from jaxspec.bench.measure import Budget
 from jaxspec.bench.workload import SYNTHETIC_LENGTH, GroupSize, PromptLength
 from jaxspec.config.check import require_countable
-from jaxspec.config.presets import QWEN3_1_7B, QWEN3_8B, as_published
+from jaxspec.config.presets import QWEN3_1_7B, QWEN3_8B, spec_without_checkpoint
 from jaxspec.config.settings import DraftLength, Seed
-from jaxspec.inputs.checked import Checked, Range, require
+from jaxspec.inputs.checked import CheckedConfig, Range, require
 from jaxspec.inputs.spec import Count, LayerCount, ModelConfig, ModelSpec, Natural
 
-SECTIONS = {
+SECTION_TITLES = {
     0: "the card: versions, memory, load, bandwidth, products",
     1: "right? kernels, layouts, command buffers, loaded programs",
     2: "rounds of the draft length beside plain steps, by rows",
@@ -23,21 +23,21 @@ SECTIONS = {
 }
 USUAL_SECONDS = {0: 20, 1: 50, 2: 90, 3: 60, 4: 45, 5: 60, 6: 30, 7: 20}
 """Of each section on an H100, its programs loaded."""
-Acceptance = Annotated[float, Range(least=1, most=SYNTHETIC_LENGTH + 1)]
+Acceptance = Annotated[float, Range(min=1, max=SYNTHETIC_LENGTH + 1)]
 StepModel = Literal["lora", "full", "1.7b"]
 
 
-REPEATS = 3
+TIMED_SLICES = 3
 """Timed slices of rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuOptions(Checked, prefix="--"):
+class GpuOptions(CheckedConfig, prefix="--"):
     """What `bench gpu` measures; the defaults are those of --size."""
 
     size: Literal["8b", "tiny"] = "8b"
     """`8b`: Qwen3-8B's shapes, for a GPU. `tiny`: seconds on a CPU, to try the command."""
-    sections: str = ",".join(map(str, SECTIONS))
+    sections: str = ",".join(map(str, SECTION_TITLES))
     """Sections to measure, in this order."""
     out: str = "gpu.json"
     """File that every section is added to. What it has for the same card, versions and sizes is not
@@ -109,9 +109,9 @@ class GpuOptions(Checked, prefix="--"):
 
     def check(self) -> None:
         require(
-            bool(self.chosen_sections) or not self.sections,
-            f"--sections is {self.sections!r}; give numbers of {min(SECTIONS)} to {max(SECTIONS)}"
-            " with commas between them, such as 0,1,2",
+            bool(self.section_numbers) or not self.sections,
+            f"--sections is {self.sections!r}; give numbers of {min(SECTION_TITLES)} to"
+            f" {max(SECTION_TITLES)} with commas between them, such as 0,1,2",
         )
         require(
             not (self.prepare and self.programs),
@@ -126,31 +126,34 @@ class GpuOptions(Checked, prefix="--"):
             bool(self.rows and self.few),
             f"--rows is {self.rows} and --few {self.few}; give a number of rows each, such as 64",
         )
-        longest = max(self.draft_length, *self.other_lengths, 0)
-        for names, answer, rounds in (
-            ("--new", self.new, REPEATS + 1),
+        max_draft_length = max(self.draft_length, *self.other_lengths, 0)
+        for names, answer_tokens, rounds in (
+            ("--new", self.new, TIMED_SLICES + 1),
             ("--answer or --step_new", min(self.answer, self.step_new), 2),
         ):
             require(
-                rounds * (longest + 1) <= answer,
-                f"{names} {answer} has less than {rounds} rounds of --draft_length or"
-                f" --other_lengths {longest}; make it at least {rounds * (longest + 1)}",
+                rounds * (max_draft_length + 1) <= answer_tokens,
+                f"{names} {answer_tokens} has less than {rounds} rounds of --draft_length or"
+                f" --other_lengths {max_draft_length}; make it at least"
+                f" {rounds * (max_draft_length + 1)}",
             )
         require(
             self.draft_vocab <= self.vocab,
             f"--draft_vocab {self.draft_vocab} is larger than --vocab {self.vocab}; give at most"
             " as many ids",
         )
-        most = max(*self.rows, *self.few, self.step_prompts * self.group)
+        max_rows = max(*self.rows, *self.few, self.step_prompts * self.group)
         tokens = max(self.prompt + max(self.new, self.answer), self.step_prompt + self.step_new)
-        require_countable(f"--rows, --few or --step_prompts x --group: {most}", most, tokens)
+        require_countable(
+            f"--rows, --few or --step_prompts x --group: {max_rows}", max_rows, tokens
+        )
 
     @property
-    def chosen_sections(self) -> tuple[int, ...]:
+    def section_numbers(self) -> tuple[int, ...]:
         """Numbers of the sections; empty if they are no such numbers."""
         words = [word.strip() for word in self.sections.split(",")]
-        good = all(word.isdecimal() and int(word) in SECTIONS for word in words)
-        return tuple(dict.fromkeys(map(int, words))) if good else ()
+        are_valid = all(word.isdecimal() and int(word) in SECTION_TITLES for word in words)
+        return tuple(dict.fromkeys(map(int, words))) if are_valid else ()
 
     @property
     def policy(self) -> ModelSpec:
@@ -160,13 +163,13 @@ class GpuOptions(Checked, prefix="--"):
         config = ModelConfig(
             **sizes, rope_theta=QWEN3_8B.rope_theta, tied=False, dtype=self.dtype, remat=True
         )
-        return as_published(config)
+        return spec_without_checkpoint(config)
 
     @property
-    def trained_policy(self) -> ModelSpec:
+    def step_policy(self) -> ModelSpec:
         """The policy of a GRPO step."""
         if self.step_model == "1.7b":
-            return as_published(replace(QWEN3_1_7B, dtype=self.dtype, remat=True))
+            return spec_without_checkpoint(replace(QWEN3_1_7B, dtype=self.dtype, remat=True))
         return self.policy
 
     @property
@@ -175,12 +178,12 @@ class GpuOptions(Checked, prefix="--"):
         return 16 if self.step_model == "lora" else 0
 
     @property
-    def measured(self) -> dict[str, Any]:
+    def table_sizes(self) -> dict[str, Any]:
         """What is measured of these sizes."""
         return {name: getattr(self, name) for name in ("rows", "few", "other_lengths")}
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def program_sizes(self) -> dict[str, Any]:
         """All that programs of the same name depend on."""
         names = (
             "size layers embed heads kv_heads head_size ffn vocab dtype draft_vocab page_size"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.inputs.checked import ConfigError, first_line
-from jaxspec.system.files import now, write_whole
+from jaxspec.system.files import utc_timestamp, write_text_atomic
 
 _FORMAT = 1
 
@@ -21,45 +21,49 @@ class Results:
         """
         self.file, self._runs = file, []
         if file.exists():
-            self._runs = _read(file)
+            self._runs = _read_runs(file)
         # as it is read back
         identity = json.loads(json.dumps(identity))
-        same = [run for run in self._runs if run["identity"] == identity]
-        if not same:
-            same = [{"identity": identity, "sections": {}}]
-            self._runs += same
-        self._run = same[-1]
-        self._write()  # before anything is measured that could not be kept
+        matches = [run for run in self._runs if run["identity"] == identity]
+        if not matches:
+            matches = [{"identity": identity, "sections": {}}]
+            self._runs += matches
+        self._run = matches[-1]
+        self._write_file()  # before anything is measured that could not be kept
 
-    def has(self, section: int) -> bool:
+    def has_section(self, section: int) -> bool:
         """Whether a section is there, whole."""
         return bool(self._run["sections"].get(str(section), {}).get("complete"))
 
-    def get(self, section: int) -> dict[str, Any]:
+    def get_section(self, section: int) -> dict[str, Any]:
         """What was measured in a section; empty if nothing was."""
         return self._run["sections"].get(str(section), {})
 
-    def add(self, section: int, found: dict[str, Any], complete: bool) -> None:
+    def add_section(self, section: int, numbers: dict[str, Any], complete: bool) -> None:
         """Adds a section and writes the file."""
-        self._run["sections"][str(section)] = {**found, "complete": complete, "at": now()}
-        self._write()
+        self._run["sections"][str(section)] = {
+            **numbers,
+            "complete": complete,
+            "at": utc_timestamp(),
+        }
+        self._write_file()
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         content = {"format": _FORMAT, "runs": self._runs}
-        write_whole(self.file, json.dumps(content, indent=1))
+        write_text_atomic(self.file, json.dumps(content, indent=1))
 
     @property
-    def line(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """All of this identity, for the last line of the output."""
         return {"bench": "gpu", **self._run}
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def _read_runs(file: Path) -> list[dict[str, Any]]:
     remedy = "give another --out, or remove it"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         runs = content["runs"]
-        good = content["format"] == _FORMAT and all(
+        is_valid = content["format"] == _FORMAT and all(
             isinstance(run["identity"], dict) and isinstance(run["sections"], dict) for run in runs
         )
     except OSError as error:
@@ -69,6 +73,6 @@ def _read(file: Path) -> list[dict[str, Any]]:
             f"--out {file} is no file of bench gpu ({type(error).__name__}: {first_line(error)});"
             f" {remedy}"
         ) from error
-    if not good:
+    if not is_valid:
         raise ConfigError(f"--out {file} has another format than {_FORMAT}; {remedy}")
     return runs

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxspec.bench.gpu.cells import Cells
 from jaxspec.bench.gpu.options import GpuOptions
-from jaxspec.bench.gpu.programs import Made, NotMade, Programs, Recipe
+from jaxspec.bench.gpu.programs import Programs, ProgramUnavailableError, ReadyProgram, Recipe
 from jaxspec.bench.gpu.results import Results
 from jaxspec.inputs.checked import first_line
 from jaxspec.mesh import accelerated
@@ -19,7 +19,7 @@ from jaxspec.system.progress import Screen
 OUT_OF_TIME = "out of time"
 
 
-class Plan(NamedTuple):
+class GpuPlan(NamedTuple):
     """What programs follow from, with or without a device."""
 
     options: GpuOptions
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     cells: Cells
 
     @property
-    def on_gpu(self) -> bool:
+    def targets_gpu(self) -> bool:
         """Whether the programs are for an accelerator."""
         return accelerated(self.mesh)
 
@@ -36,16 +36,16 @@ class Plan(NamedTuple):
 class GpuRun:
     """A run on a device."""
 
-    plan: Plan
+    plan: GpuPlan
     programs: Programs
     results: Results
     screen: Screen
     driver: str
-    end: float
+    deadline: float
     """By the monotonic clock."""
-    left_out: list[str] = field(default_factory=list)
+    skipped_parts: list[str] = field(default_factory=list)
     """Parts of the section that is measured, left out for want of time."""
-    failed: list[str] = field(default_factory=list)
+    failed_parts: list[str] = field(default_factory=list)
     """Parts of it that failed."""
 
     @property
@@ -64,59 +64,59 @@ class GpuRun:
         return self.plan.mesh.devices.flat[0]
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds of the budget."""
-        return self.end - time.monotonic()
+        return self.deadline - time.monotonic()
 
-    def say(self, message: str) -> None:
+    def print_line(self, message: str) -> None:
         """Prints a line."""
         self.screen.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    def get(self, name: str) -> Made:
+    def get_program(self, name: str) -> ReadyProgram:
         """Waits for a program, as long as there is time.
 
         Raises:
-          NotMade: it could not be compiled, or not in time.
+          ProgramUnavailableError: it could not be compiled, or not in time.
         """
-        return self.programs.get(name, self.left)
+        return self.programs.get_program(name, self.seconds_left)
 
-    def attempt(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def attempt_part(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Measures a part of a section; says and records why it could not be."""
-        if self.left <= 0:
-            self.left_out.append(name)
+        if self.seconds_left <= 0:
+            self.skipped_parts.append(name)
             return {"left_out": OUT_OF_TIME}
         try:
             return measure()
-        except NotMade as error:
+        except ProgramUnavailableError as error:
             reason = str(error)
-            if self.left <= 0:
-                self.left_out.append(name)
+            if self.seconds_left <= 0:
+                self.skipped_parts.append(name)
                 return {"left_out": reason}
         except jax.errors.JaxRuntimeError as error:
             # one cell that does not fit the device is no reason to lose the others
             reason = first_line(error)
-        self.failed.append(name)
-        self.say(f"{name} FAILED: {reason}")
+        self.failed_parts.append(name)
+        self.print_line(f"{name} FAILED: {reason}")
         return {"failed": reason}
 
     @property
-    def bandwidth(self) -> float | None:
+    def peak_bandwidth(self) -> float | None:
         """Bytes a second that section 0 measured; None if it was not."""
-        return self.results.get(0).get("bytes_per_s")
+        return self.results.get_section(0).get("bytes_per_s")
 
     @property
-    def flops(self) -> float | None:
+    def peak_flops(self) -> float | None:
         """Operations a second of products that section 0 measured; None if it was not."""
-        return self.results.get(0).get("flops_per_s")
+        return self.results.get_section(0).get("flops_per_s")
 
 
 class Section(NamedTuple):
     """A section: its programs, and how it is measured."""
 
-    recipes: Callable[[Plan], Sequence[Recipe]]
+    recipes: Callable[[GpuPlan], Sequence[Recipe]]
     measure: Callable[[GpuRun], dict[str, Any]]
     """Prints its table and returns its numbers."""
 
 
-NOT_HERE = "needs a GPU: not applicable here"
+NOT_APPLICABLE = "needs a GPU: not applicable here"
 """Of parts that a CPU does not have."""

@@ -12,218 +12,238 @@ from collections.abc import Sequence
 
 from jaxspec.rewards.mathematics.expressions import expressions_equal
 from jaxspec.rewards.mathematics.quantities import (
-    BASE,
-    NUMBERS,
+    BASE_NUMBER,
+    NUMBER_WORDS,
     bases_equal,
+    parse_clock,
     ratios_equal,
-    read_clock,
-    same_time,
+    times_equal,
 )
-from jaxspec.rewards.mathematics.spelling import encloses, is_unbalanced, split_list, without_spaces
-from jaxspec.rewards.mathematics.values import INDEX, Item, take_apart, values_of
+from jaxspec.rewards.mathematics.spelling import (
+    is_enclosed,
+    is_unbalanced,
+    remove_spaces,
+    split_list,
+)
+from jaxspec.rewards.mathematics.values import INDEX_PATTERN, AnswerValue, list_values, parse_value
 
-_ORDER = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
+_INEQUALITY_SIGN = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 _INTERVAL = re.compile(r"[(\[].*[)\]]", re.DOTALL)
-_UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-df-hj-zA-Z](?![a-zA-Z(])")
+_UNKNOWN_LETTER = re.compile(r"(?<![a-zA-Z\\])[a-df-hj-zA-Z](?![a-zA-Z(])")
 """A letter but for e and i."""
 
 
-_RESTATED = 8
+_MAX_RESTATED = 8
 """Values of a list that are compared with one another, at most."""
 
 
 def math_equal(reference: str, answer: str) -> bool:
     """Whether an answer equals the reference; what cannot be read is not equal."""
-    left, right = (list(values_of(text)) for text in (reference, answer))
+    left, right = (list(list_values(text)) for text in (reference, answer))
     if not left or not right:
         return False
-    if [*map(without_spaces, left)] == [*map(without_spaces, right)]:
+    if [*map(remove_spaces, left)] == [*map(remove_spaces, right)]:
         return True
     return _lists_equal(left, right)
 
 
 def is_readable(reference: str) -> bool:
     """Whether a reference states anything that an answer can equal."""
-    return bool(values_of(reference))
+    return bool(list_values(reference))
 
 
 def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
-    a, b = _regions(left, right)
-    if len(a) != len(b):
-        a, b = _each_once(a), _each_once(b)
-    if len(a) != len(b):
-        whole, parts = (a, b) if len(a) < len(b) else (b, a)
-        inner = _elements(whole[0]) if len(whole) == 1 else None
-        if inner is None or len(inner) != len(parts):
+    references, answers = _align_intervals(left, right)
+    if len(references) != len(answers):
+        references, answers = _drop_restatements(references), _drop_restatements(answers)
+    if len(references) != len(answers):
+        shorter, longer = (
+            (references, answers) if len(references) < len(answers) else (answers, references)
+        )
+        elements = _split_tuple(shorter[0]) if len(shorter) == 1 else None
+        if elements is None or len(elements) != len(longer):
             return False
-        pairs = zip(inner, parts, strict=True) if whole is a else zip(parts, inner, strict=True)
-        return all(_values_equal(one, other) for one, other in pairs)
-    if len(a) == 1:
-        return _values_equal(a[0], b[0])
-    groups = _grouped(a), _grouped(b)
+        pairs = (
+            zip(elements, longer, strict=True)
+            if shorter is references
+            else zip(longer, elements, strict=True)
+        )
+        return all(_values_equal(reference, answer) for reference, answer in pairs)
+    if len(references) == 1:
+        return _values_equal(references[0], answers[0])
+    groups = _group_by_name(references), _group_by_name(answers)
     if len(groups[0]) != len(groups[1]) and 1 in map(len, groups):  # names on one side alone
-        return all(map(_values_equal, a, b))
-    return _matched(*groups)
+        return all(map(_values_equal, references, answers))
+    return _groups_match(*groups)
 
 
-def _each_once(values: list[str]) -> list[str]:
+def _drop_restatements(values: list[str]) -> list[str]:
     """Values without those that restate an earlier one, as in `1\\frac12, or \\frac32`."""
-    if len(values) > _RESTATED:
+    if len(values) > _MAX_RESTATED:
         return values
-    found: list[str] = []
+    distinct_values: list[str] = []
     for value in values:
-        if not any(_values_equal(one, value) for one in found):
-            found.append(value)
-    return found
+        if not any(_values_equal(earlier_value, value) for earlier_value in distinct_values):
+            distinct_values.append(value)
+    return distinct_values
 
 
-def _matched(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> bool:
+def _groups_match(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> bool:
     """Whether values are equal in some order."""
     if len(left) != len(right):
         return False
-    rest = list(right)
-    for one in left:
-        same = next(
+    unmatched_groups = list(right)
+    for group in left:
+        match = next(
             (
-                other
-                for other in rest
-                if len(one) == len(other) and all(map(_values_equal, one, other))
+                candidate
+                for candidate in unmatched_groups
+                if len(group) == len(candidate) and all(map(_values_equal, group, candidate))
             ),
             None,
         )
-        if same is None:
+        if match is None:
             return False
-        rest.remove(same)
+        unmatched_groups.remove(match)
     return True
 
 
-def _grouped(values: Sequence[str]) -> list[tuple[str, ...]]:
+def _group_by_name(values: Sequence[str]) -> list[tuple[str, ...]]:
     """Values by themselves; named ones that belong together as a group, sorted by name."""
-    names = [_letter(value) for value in values]
+    names = [_variable_name(value) for value in values]
     count = len(set(names))
     if not all(names) or count == 1:
         return [(value,) for value in values]
-    groups = [values[at : at + count] for at in range(0, len(values), count)]
-    return [tuple(sorted(group, key=_letter)) for group in groups]
+    groups = [values[index : index + count] for index in range(0, len(values), count)]
+    return [tuple(sorted(group, key=_variable_name)) for group in groups]
 
 
-def _letter(value: str) -> str:
+def _variable_name(value: str) -> str:
     """The name of a value without its index: x_1 and x_2 are values of x."""
-    return re.sub(r"\s", "", INDEX.sub("", take_apart(value).name))
+    return re.sub(r"\s", "", INDEX_PATTERN.sub("", parse_value(value).name))
 
 
-def _elements(value: str) -> list[str] | None:
+def _split_tuple(value: str) -> list[str] | None:
     """The elements of a tuple."""
-    value = take_apart(value).value
-    inside = encloses(value, "(") and value[-1] == ")"
-    found = split_list(value[1:-1]) if inside else []
-    return found if len(found) > 1 else None
+    value = parse_value(value).value
+    is_tuple = is_enclosed(value, "(") and value[-1] == ")"
+    elements = split_list(value[1:-1]) if is_tuple else []
+    return elements if len(elements) > 1 else None
 
 
-def _regions(left: Sequence[str], right: Sequence[str]) -> tuple[list[str], list[str]]:
+def _align_intervals(left: Sequence[str], right: Sequence[str]) -> tuple[list[str], list[str]]:
     """Both sides; inequalities as intervals where the other side has intervals."""
     sides = [list(left), list(right)]
-    for at in (0, 1):
-        other = sides[1 - at]
-        if all(_INTERVAL.search(value) and not _ORDER.search(value) for value in other):
-            intervals = [_interval(value) for value in sides[at]]
+    for index in (0, 1):
+        opposite = sides[1 - index]
+        if all(
+            _INTERVAL.search(value) and not _INEQUALITY_SIGN.search(value) for value in opposite
+        ):
+            intervals = [_to_interval(value) for value in sides[index]]
             if all(intervals):
-                sides[at] = [" \\cup ".join(each for each in intervals if each)]
+                sides[index] = [" \\cup ".join(interval for interval in intervals if interval)]
     return sides[0], sides[1]
 
 
-def _interval(value: str) -> str | None:
+def _to_interval(value: str) -> str | None:
     """The interval of an inequality in one variable."""
-    parts = [part.strip() for part in _ORDER.split(value)]
-    ends = parts[::2]
-    if len(parts) not in (3, 5) or not all(ends):
+    members = [member.strip() for member in _INEQUALITY_SIGN.split(value)]
+    bounds = members[::2]
+    if len(members) not in (3, 5) or not all(bounds):
         return None
-    signs = parts[1::2]
+    signs = members[1::2]
     if signs[0] in (">", "\\ge"):
-        ends, signs = ends[::-1], [_turned(sign) for sign in signs[::-1]]
+        bounds, signs = bounds[::-1], [_reverse_sign(sign) for sign in signs[::-1]]
     if any(sign not in ("<", "\\le") for sign in signs):
         return None
-    if len(ends) == 2:
-        number_first = bool(re.search(r"\d|\\infty|\\pi", ends[0]))
-        ends = [*ends, "\\infty"] if number_first else ["-\\infty", *ends]
+    if len(bounds) == 2:
+        number_first = bool(re.search(r"\d|\\infty|\\pi", bounds[0]))
+        bounds = [*bounds, "\\infty"] if number_first else ["-\\infty", *bounds]
         signs = [*signs, "<"] if number_first else ["<", *signs]
-    if not re.fullmatch(r"[a-zA-Z]|\\[a-z]+|[a-zA-Z]\([a-z]\)", ends[1]):
+    if not re.fullmatch(r"[a-zA-Z]|\\[a-z]+|[a-zA-Z]\([a-z]\)", bounds[1]):
         return None
     opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
-    return f"{opening}{ends[0]},{ends[2]}{closing}"
+    return f"{opening}{bounds[0]},{bounds[2]}{closing}"
 
 
-def _turned(sign: str) -> str:
+def _reverse_sign(sign: str) -> str:
     return {">": "<", "\\ge": "\\le"}.get(sign, ">" if sign == "<" else "\\ge")
 
 
 def _values_equal(left: str, right: str) -> bool:
     """Whether two values are equal; `left` is the reference."""
-    if without_spaces(left) == without_spaces(right):
+    if remove_spaces(left) == remove_spaces(right):
         return True
-    times = [read_clock(value) for value in (left, right)]
+    times = [parse_clock(value) for value in (left, right)]
     if any(time and time[1] for time in times):
-        return bool(times[0] and times[1]) and same_time(times[0], times[1])
-    one, other = take_apart(left), take_apart(right)
-    if not one.words.agree(other.words) or not _facts_agree(one, other):
+        return bool(times[0] and times[1]) and times_equal(times[0], times[1])
+    reference, answer = parse_value(left), parse_value(right)
+    if not reference.words.agrees_with(answer.words) or not _attributes_agree(reference, answer):
         return False
-    if not one.value and not other.value:
-        return one.words.phrase == other.words.phrase
-    if not one.value or not other.value:
-        return _number_word(one) == _number_word(other) != ""
-    return _cores_equal(one, other)
+    if not reference.value and not answer.value:
+        return reference.words.phrase == answer.words.phrase
+    if not reference.value or not answer.value:
+        return _number_word(reference) == _number_word(answer) != ""
+    return _cores_equal(reference, answer)
 
 
-def _number_word(item: Item) -> str:
+def _number_word(item: AnswerValue) -> str:
     if item.value:
         return item.value
     phrase = item.words.phrase
-    return str(NUMBERS.index(phrase)) if phrase in NUMBERS else ""
+    return str(NUMBER_WORDS.index(phrase)) if phrase in NUMBER_WORDS else ""
 
 
-def _facts_agree(one: Item, other: Item) -> bool:
-    if one.modulus and other.modulus and one.modulus != other.modulus:
+def _attributes_agree(reference: AnswerValue, answer: AnswerValue) -> bool:
+    if reference.modulus and answer.modulus and reference.modulus != answer.modulus:
         return False
-    if one.value.count("'") != other.value.count("'"):
+    if reference.value.count("'") != answer.value.count("'"):
         return False
-    if not one.name and len(one.chain) > 1 and len(other.chain) == 1 and not _is_chain(one):
+    if (
+        not reference.name
+        and len(reference.chain) > 1
+        and len(answer.chain) == 1
+        and not _is_chain(reference)
+    ):
         return False
-    names = _plain_name(one), _plain_name(other)
+    names = _comparable_name(reference), _comparable_name(answer)
     if names[0] and names[1] and names[0] != names[1]:
         return False
     # an equation in one unknown says what it is to be solved for, not what the solution is
-    if not one.name and not _unknowns(one.chain) and not other.name:
-        return len(_unknowns(other.chain[:-1])) != 1 and _is_chain(other)
-    return _is_chain(other)
+    if not reference.name and not _find_unknowns(reference.chain) and not answer.name:
+        return len(_find_unknowns(answer.chain[:-1])) != 1 and _is_chain(answer)
+    return _is_chain(answer)
 
 
-def _unknowns(members: Sequence[str]) -> set[str]:
+def _find_unknowns(members: Sequence[str]) -> set[str]:
     """Letters that stand for numbers in members of a chain of `=`."""
-    return {letter for part in members for letter in _UNKNOWN.findall(part)}
+    return {letter for member in members for letter in _UNKNOWN_LETTER.findall(member)}
 
 
-def _plain_name(item: Item) -> str:
+def _comparable_name(item: AnswerValue) -> str:
     """The name as it is compared: what a function is of matters only if its value has letters."""
     name = re.sub(r"[\s{}]", "", item.name)
     return name if re.search("[a-zA-Z]", item.value) else re.sub(r"\([^()]*\)$", "", name)
 
 
-def _is_chain(item: Item) -> bool:
+def _is_chain(item: AnswerValue) -> bool:
     """Whether the members of a chain of `=` that are numbers are equal."""
     if len(item.chain) < 2:
         return True
-    numbers = [part for part in item.chain if not re.search(r"(?<!\\)(?<![a-z])[a-zA-Z]", part)]
-    return all(expressions_equal(numbers[0], part) for part in numbers[1:])
+    numbers = [
+        member for member in item.chain if not re.search(r"(?<!\\)(?<![a-z])[a-zA-Z]", member)
+    ]
+    return all(expressions_equal(numbers[0], member) for member in numbers[1:])
 
 
-def _cores_equal(one: Item, other: Item) -> bool:
-    left, right = one.value, other.value
-    equations = [not item.name and len(item.chain) > 1 for item in (one, other)]
-    if equations[0] and re.search("[a-zA-Z]", "".join(one.chain)):
-        left = "=".join(one.chain)
-        right = "=".join(other.chain) if other.name == "" else f"{other.name}={right}"
+def _cores_equal(reference: AnswerValue, answer: AnswerValue) -> bool:
+    left, right = reference.value, answer.value
+    equations = [not item.name and len(item.chain) > 1 for item in (reference, answer)]
+    if equations[0] and re.search("[a-zA-Z]", "".join(reference.chain)):
+        left = "=".join(reference.chain)
+        right = "=".join(answer.chain) if answer.name == "" else f"{answer.name}={right}"
         return expressions_equal(left, right)
-    bases = [BASE.fullmatch(value) for value in (left, right)]
+    bases = [BASE_NUMBER.fullmatch(value) for value in (left, right)]
     bases = [base if base and re.search(r"\d", base[1]) else None for base in bases]
     if any(bases):
         return bases_equal(left, right, bases)
@@ -233,13 +253,13 @@ def _cores_equal(one: Item, other: Item) -> bool:
         left.removesuffix("\\%"), right.removesuffix("\\%")
     ):
         return True
-    parts = [_bracketed(value) for value in (left, right)]
-    if parts[0] and parts[1]:
-        (ends, elements), (other_ends, others) = parts[0], parts[1]
+    tuples = [_split_brackets(value) for value in (left, right)]
+    if tuples[0] and tuples[1]:
+        (brackets, elements), (other_brackets, other_elements) = tuples[0], tuples[1]
         return (
-            ends == other_ends
-            and len(elements) == len(others)
-            and all(map(_values_equal, elements, others))
+            brackets == other_brackets
+            and len(elements) == len(other_elements)
+            and all(map(_values_equal, elements, other_elements))
         )
     if not re.search("[a-zA-Z]", left) and (unit := re.fullmatch(r"(.*\d)([mgshlLNJWVKA])", right)):
         right = unit[1]  # a letter where the reference has none is a unit
@@ -248,7 +268,7 @@ def _cores_equal(one: Item, other: Item) -> bool:
     return expressions_equal(left, right)
 
 
-def _bracketed(value: str) -> tuple[str, list[str]] | None:
+def _split_brackets(value: str) -> tuple[str, list[str]] | None:
     """The brackets and elements of a tuple or an interval."""
     if value[:1] not in ("(", "[") or value[-1:] not in (")", "]") or is_unbalanced(value[1:-1]):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_SIGNS = (
+_UNICODE_SIGNS = (
     dict.fromkeys("−–—‒﹣－", "-")
     | dict.fromkeys("×✕⨯", r"\times ")
     | dict.fromkeys("·∙⋅•", r"\cdot ")
@@ -27,13 +27,13 @@ _SIGNS = (
 )
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", "0123456789+-()n", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()", strict=True))
-_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
-_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_SUBSCRIPT_RUN = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 
 _SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\(?:thinspace|enspace|nobreakspace)(?![a-zA-Z])|~|\s+")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), other)
-    for pattern, other in (
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
         (r"<\|[^|<>]{0,40}\|>", " "),  # end tokens
         (r"\\\$", r"\\text{ dollar }"),
         (r"\\!\s*|\\(?:displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])", ""),
@@ -74,51 +74,51 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\text\s*\{\s*(?:and|or)\s*\}", r" \\and "),
     )
 )  # fmt: skip
-AND = re.compile(
+CONNECTIVE = re.compile(
     r"(?:\\and|\\lor|\\land|\\vee|\\wedge)(?![a-zA-Z])"
     r"|(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[A-Z]))"
 )
 """Connectives of a list."""
-OPEN, CLOSE = "([{", ")]}"
+OPENING_BRACKETS, CLOSING_BRACKETS = "([{", ")]}"
 _PLAIN_TEXT = re.compile(r"\\text\s*\{((?:[^a-zA-Z{}]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))*)\}")
-_GROUPS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?: \d{3})+|(?:,\d{3})+)(?![\d]|,\d)")
+_DIGIT_GROUPS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?: \d{3})+|(?:,\d{3})+)(?![\d]|,\d)")
 _REPEATING = re.compile(
     r"(?<!\d)(\d{0,40})\.(\d{0,40})(?:\\overline\s*\{(\d{1,40})\}|\\bar\s*\{(\d{1,40})\}|\\dot\s*\{?(\d)\}?)"
 )
-_WHOLE = re.compile(r"\s*(?:\*\*(.*)\*\*|__(.*)__|`(.*)`)\s*", re.DOTALL)
-_TAIL = re.compile(r"(?:[\s.,;:]|(?<!\\)\\(?:\\)?$|\\quad|\\qquad)+$")
+_EMPHASIS = re.compile(r"\s*(?:\*\*(.*)\*\*|__(.*)__|`(.*)`)\s*", re.DOTALL)
+_TRAILING_MARKS = re.compile(r"(?:[\s.,;:]|(?<!\\)\\(?:\\)?$|\\quad|\\qquad)+$")
 
 
-def respell(text: str) -> str:
+def normalize_spelling(text: str) -> str:
     """Return `text` in one spelling: LaTeX commands, single spaces, no thousands separators."""
-    if whole := _WHOLE.fullmatch(text):  # emphasis in markdown
-        text = next(part for part in whole.groups() if part is not None)
-    text = _SPACES.sub(" ", _from_unicode(text))
+    if emphasis := _EMPHASIS.fullmatch(text):  # emphasis in markdown
+        text = next(content for content in emphasis.groups() if content is not None)
+    text = _SPACES.sub(" ", _replace_unicode(text))
     if "\\begin" not in text:
         text = re.sub(r"\\{2}(?=[a-zA-Z%])", r"\\", text)  # doubled by whoever wrote it
-    for pattern, other in _REWRITES:
-        text = pattern.sub(other, text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
     text = _PLAIN_TEXT.sub(r"\1", text)
-    text = _REPEATING.sub(_fraction_of, text)
+    text = _REPEATING.sub(_expand_repeating, text)
     text = _SPACES.sub(" ", join_thousands(text)).strip()
-    text = _TAIL.sub("", text)
+    text = _TRAILING_MARKS.sub("", text)
     # A leading zero cannot begin thousands.
     return re.sub(r"^([-+]?0),(\d+)$", r"\1.\2", text)
 
 
 def join_thousands(text: str) -> str:
     """Join digits in groups of three; inside brackets only those that spaces separate."""
-    parts, last = [], 0
-    for group in _GROUPS.finditer(text):
-        inside = depth_at(text, group.start()) > 0
-        if "," in group[2] and inside:
+    pieces, position = [], 0
+    for group in _DIGIT_GROUPS.finditer(text):
+        in_brackets = bracket_depth(text, group.start()) > 0
+        if "," in group[2] and in_brackets:
             continue
-        parts += [text[last : group.start()], group[1] + re.sub("[ ,]", "", group[2])]
-        last = group.end()
-    return "".join([*parts, text[last:]])
+        pieces += [text[position : group.start()], group[1] + re.sub("[ ,]", "", group[2])]
+        position = group.end()
+    return "".join([*pieces, text[position:]])
 
 
-def without_spaces(value: str) -> str:
+def remove_spaces(value: str) -> str:
     """A value without the spaces that say nothing; those between two numbers part them."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", value)
 
@@ -127,60 +127,67 @@ def is_unbalanced(text: str) -> bool:
     """Whether brackets are closed before they open, or left open."""
     depth = 0
     for mark in text:
-        depth += (mark in OPEN) - (mark in CLOSE)
+        depth += (mark in OPENING_BRACKETS) - (mark in CLOSING_BRACKETS)
         if depth < 0:
             return True
     return depth != 0
 
 
-def encloses(text: str, mark: str) -> bool:
+def is_enclosed(text: str, mark: str) -> bool:
     """Whether `mark` opens a text, and its last character closes that."""
-    return text[:1] == mark and text[-1:] in list(CLOSE) and not is_unbalanced(text[1:-1])
+    return (
+        text[:1] == mark and text[-1:] in list(CLOSING_BRACKETS) and not is_unbalanced(text[1:-1])
+    )
 
 
-def depth_at(text: str, end: int) -> int:
+def bracket_depth(text: str, position: int) -> int:
     """Count the brackets that are open at a place."""
-    before = text[:end]
-    opened = sum(before.count(mark) for mark in OPEN)
-    return opened - sum(before.count(mark) for mark in CLOSE)
+    prefix = text[:position]
+    open_count = sum(prefix.count(mark) for mark in OPENING_BRACKETS)
+    return open_count - sum(prefix.count(mark) for mark in CLOSING_BRACKETS)
 
 
 def split_list(text: str, marks: str = ",;") -> list[str]:
     """Split at commas, semicolons and connectives outside brackets."""
-    text = AND.sub(" \x00 ", text)
+    text = CONNECTIVE.sub(" \x00 ", text)
     text = re.sub(r"\\q?quad", " ", text)
     if "\\begin" not in text:
         text = text.replace("\\\\", "\x00")
-    return [value for value in split_outside(text, f"{marks}\x00") if value]
+    return [value for value in split_outside_brackets(text, f"{marks}\x00") if value]
 
 
-def split_outside(text: str, marks: str) -> list[str]:
+def split_outside_brackets(text: str, marks: str) -> list[str]:
     """Split at some characters outside brackets; a NUL splits anywhere."""
-    values, depth, start = [], 0, 0
-    for place, mark in enumerate(text):
-        depth += (mark in OPEN) - (mark in CLOSE)
+    values, depth, value_start = [], 0, 0
+    for position, mark in enumerate(text):
+        depth += (mark in OPENING_BRACKETS) - (mark in CLOSING_BRACKETS)
         if mark in marks and (depth == 0 or mark == "\x00"):
-            values.append(text[start:place])
-            start = place + 1
-    return [value.strip() for value in [*values, text[start:]]]
+            values.append(text[value_start:position])
+            value_start = position + 1
+    return [value.strip() for value in [*values, text[value_start:]]]
 
 
-def _from_unicode(text: str) -> str:
+def _replace_unicode(text: str) -> str:
     if text.isascii():
         return text
-    for signs, plain, mark in ((_RAISED, _SUPERSCRIPTS, "^"), (_LOWERED, _SUBSCRIPTS, "_")):
-        table = str.maketrans(plain)
-        text = signs.sub(lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
-    return "".join(c if c.isascii() else _character(c) for c in text)
+    for run_pattern, translations, operator in (
+        (_SUPERSCRIPT_RUN, _SUPERSCRIPTS, "^"),
+        (_SUBSCRIPT_RUN, _SUBSCRIPTS, "_"),
+    ):
+        table = str.maketrans(translations)
+        text = run_pattern.sub(lambda run: f"{operator}{{{run[0].translate(table)}}}", text)  # noqa: B023
+    return "".join(
+        character if character.isascii() else _replace_character(character) for character in text
+    )
 
 
-def _character(character: str) -> str:
-    if character in _SIGNS:
-        return _SIGNS[character]
+def _replace_character(character: str) -> str:
+    if character in _UNICODE_SIGNS:
+        return _UNICODE_SIGNS[character]
     decomposed = unicodedata.normalize("NFKC", character)
     if "⁄" in decomposed:  # ½
-        above, _, below = decomposed.partition("⁄")
-        return rf"\frac{{{above}}}{{{below}}}" if below else decomposed
+        numerator, _, denominator = decomposed.partition("⁄")
+        return rf"\frac{{{numerator}}}{{{denominator}}}" if denominator else decomposed
     name = unicodedata.name(character, "").split()
     if (
         name[:1] == ["GREEK"]
@@ -192,9 +199,9 @@ def _character(character: str) -> str:
     return decomposed
 
 
-def _fraction_of(number: re.Match[str]) -> str:
+def _expand_repeating(number: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction."""
-    whole, fixed, period = number[1], number[2], number[3] or number[4] or number[5]
-    below = (10 ** len(period) - 1) * 10 ** len(fixed)
-    above = int(f"{whole}{fixed}{period}") - int(f"{whole}{fixed}" or "0")
-    return rf"\frac{{{above}}}{{{below}}}"
+    integer, prefix, period = number[1], number[2], number[3] or number[4] or number[5]
+    denominator = (10 ** len(period) - 1) * 10 ** len(prefix)
+    numerator = int(f"{integer}{prefix}{period}") - int(f"{integer}{prefix}" or "0")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"

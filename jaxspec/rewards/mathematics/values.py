@@ -6,33 +6,33 @@ import functools
 import re
 from dataclasses import dataclass
 
-from jaxspec.rewards.extract import extract
+from jaxspec.rewards.extract import extract_answer
 from jaxspec.rewards.mathematics.spelling import (
-    AND,
-    encloses,
+    CONNECTIVE,
+    is_enclosed,
     is_unbalanced,
-    respell,
+    normalize_spelling,
+    remove_spaces,
     split_list,
-    split_outside,
-    without_spaces,
+    split_outside_brackets,
 )
-from jaxspec.rewards.mathematics.words import Words, split_words
+from jaxspec.rewards.mathematics.words import AnswerWords, split_words
 
-_DELIMITED = re.compile(
+_MATH_SPAN = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL
 )
-_MARKS = re.compile(r"\\[\[\]()]|(?<!\\)\$")
-_FINAL = re.compile(r"\bfinal answer:|\b(?:final )?answer is:?|\banswer:", re.IGNORECASE)
-_POLITE = re.compile(r"\bI hope it is correct\b\.?.*", re.IGNORECASE | re.DOTALL)
+_MATH_DELIMITER = re.compile(r"\\[\[\]()]|(?<!\\)\$")
+_ANSWER_PHRASE = re.compile(r"\bfinal answer:|\b(?:final )?answer is:?|\banswer:", re.IGNORECASE)
+_POLITE_ENDING = re.compile(r"\bI hope it is correct\b\.?.*", re.IGNORECASE | re.DOTALL)
 _MODULUS = re.compile(r"\s*\(?\s*(?:\\pmod|\\p?mod|\\bmod|\bmod)\s*\{?\s*(\w+)\s*\}?\s*\)?$")
-_NAME = re.compile(r"[^\d+\-<>=]*")
-INDEX = re.compile(r"_\s*(?:\{[^{}]*\}|\\[a-zA-Z]+|\w)|\([^()]*\)")
+_VARIABLE_NAME = re.compile(r"[^\d+\-<>=]*")
+INDEX_PATTERN = re.compile(r"_\s*(?:\{[^{}]*\}|\\[a-zA-Z]+|\w)|\([^()]*\)")
 _FUNCTIONS = re.compile(r"\\(?:sqrt|frac|sin|cos|tan|cot|sec|csc|log|ln|exp|sum|int|prod|lim)")
-_NOTHING = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set")
+_NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set")
 
 
 @dataclass(frozen=True)
-class Item:
+class AnswerValue:
     """One value of an answer, taken apart."""
 
     name: str
@@ -41,78 +41,80 @@ class Item:
     """Right of the last `=`."""
     chain: tuple[str, ...]
     """All members of a chain of `=` but the name."""
-    words: Words
+    words: AnswerWords
     modulus: str = ""
 
 
 @functools.lru_cache(maxsize=4096)
-def values_of(text: str) -> tuple[str, ...]:
+def list_values(text: str) -> tuple[str, ...]:
     """The values that a text states: one, or those of a list, in one spelling."""
-    body = _statement(extract(text, "boxed") or text)
+    body = _extract_statement(extract_answer(text, "boxed") or text)
     if body is None:
         return ()
-    body = respell(body)
+    body = normalize_spelling(body)
     inner = body[2:-2] if body.startswith("\\{") and body.endswith("\\}") else None
-    if inner is None and encloses(body, "{"):
+    if inner is None and is_enclosed(body, "{"):
         inner = body[1:-1]
-    found = split_list(body if inner is None or is_unbalanced(inner) else inner)
-    values = (value for one in found for value in _both_signs(one) if value)
-    return tuple({without_spaces(value): value for value in values}.values())  # each once
+    elements = split_list(body if inner is None or is_unbalanced(inner) else inner)
+    values = (value for element in elements for value in _expand_plus_minus(element) if value)
+    return tuple({remove_spaces(value): value for value in values}.values())  # each once
 
 
-def _statement(text: str) -> str | None:
+def _extract_statement(text: str) -> str | None:
     """A text without the marks of mathematics, its prose in \\text{}; None where it states more
     than one thing."""
-    text = _POLITE.sub("", text)
-    marks = list(_FINAL.finditer(text))
-    if marks and marks[-1].end() < len(text.rstrip()):
-        text = text[marks[-1].end() :]
-    pieces = _DELIMITED.split(text)
+    text = _POLITE_ENDING.sub("", text)
+    phrases = list(_ANSWER_PHRASE.finditer(text))
+    if phrases and phrases[-1].end() < len(text.rstrip()):
+        text = text[phrases[-1].end() :]
+    pieces = _MATH_SPAN.split(text)
     if len(pieces) == 1:
-        return _MARKS.sub(" ", text)
-    prose = [_prose(piece) for piece in pieces[::5]]
-    inside = [
-        "".join(part or "" for part in pieces[at + 1 : at + 5])
-        for at in range(0, len(pieces) - 1, 5)
+        return _MATH_DELIMITER.sub(" ", text)
+    prose = [_wrap_prose(piece) for piece in pieces[::5]]
+    formulas = [
+        "".join(fragment or "" for fragment in pieces[index + 1 : index + 5])
+        for index in range(0, len(pieces) - 1, 5)
     ]
     # Between values of one list stand connectives alone; else nobody says which of them counts.
     if any("\\text" in piece for piece in prose[1:-1]):
         return None
-    return " ".join(part for pair in zip(prose, [*inside, ""], strict=True) for part in pair)
+    return " ".join(
+        fragment for pair in zip(prose, [*formulas, ""], strict=True) for fragment in pair
+    )
 
 
-def _prose(text: str) -> str:
+def _wrap_prose(text: str) -> str:
     """Prose between mathematics: connectives stay, other words go into \\text{}."""
     text = re.sub(r"[.:!?](?=\s|$)|(?<![a-zA-Z\\])[aAI](?![a-zA-Z])", " ", text)
-    text = AND.sub(r" \\and ", _MARKS.sub(" ", text))
+    text = CONNECTIVE.sub(r" \\and ", _MATH_DELIMITER.sub(" ", text))
     return re.sub(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z']*", lambda word: rf"\text{{ {word[0]} }}", text)
 
 
-def _both_signs(value: str) -> list[str]:
+def _expand_plus_minus(value: str) -> list[str]:
     """A value with one plus-minus sign as its two values."""
-    before, sign, after = value.partition("\\pm")
-    if not sign or "\\pm" in after or is_unbalanced(before):
+    left_side, sign, right_side = value.partition("\\pm")
+    if not sign or "\\pm" in right_side or is_unbalanced(left_side):
         return [value]
-    joint = "+" if re.search(r"[\w})\]]\s*$", before) else ""
-    return [f"{before}{joint}{after}", f"{before}-{after}"]
+    plus_sign = "+" if re.search(r"[\w})\]]\s*$", left_side) else ""
+    return [f"{left_side}{plus_sign}{right_side}", f"{left_side}-{right_side}"]
 
 
 @functools.lru_cache(maxsize=4096)
-def take_apart(value: str) -> Item:
+def parse_value(value: str) -> AnswerValue:
     core, words = split_words(value)
     modulus = _MODULUS.search(core)
     if modulus:
         core = core[: modulus.start()]
     core = core.replace("\\equiv", "=")
     core = re.split(r"\\approx(?![a-z])", core)[0] if "\\approx" in core else core
-    members = split_outside(re.sub(r"\\in(?![a-z])", "=", core), "=")
-    named = len(members) > 1 and (not members[0] or is_name(members[0]))
-    chain = tuple(members[named:])
-    value = _bare(chain[-1])
-    if not value and _NOTHING.fullmatch(words.phrase):
-        value, words = "\\emptyset", Words("")
-    return Item(
-        members[0] if named else "",
+    members = split_outside_brackets(re.sub(r"\\in(?![a-z])", "=", core), "=")
+    has_name = len(members) > 1 and (not members[0] or is_name(members[0]))
+    chain = tuple(members[has_name:])
+    value = _strip_brackets(chain[-1])
+    if not value and _NO_SOLUTION.fullmatch(words.phrase):
+        value, words = "\\emptyset", AnswerWords("")
+    return AnswerValue(
+        members[0] if has_name else "",
         value,
         chain,
         words,
@@ -121,15 +123,15 @@ def take_apart(value: str) -> Item:
 
 
 def is_name(text: str) -> bool:
-    return (not _FUNCTIONS.search(text) and bool(_NAME.fullmatch(INDEX.sub("", text)))) or (
-        text.startswith("\\frac") and not re.search(r"\d", text)
-    )
+    return (
+        not _FUNCTIONS.search(text) and bool(_VARIABLE_NAME.fullmatch(INDEX_PATTERN.sub("", text)))
+    ) or (text.startswith("\\frac") and not re.search(r"\d", text))
 
 
-def _bare(value: str) -> str:
+def _strip_brackets(value: str) -> str:
     """A value without brackets around all of it."""
-    while encloses(value, "{") or (
-        encloses(value, "(") and value[-1] == ")" and len(split_list(value[1:-1])) == 1
+    while is_enclosed(value, "{") or (
+        is_enclosed(value, "(") and value[-1] == ")" and len(split_list(value[1:-1])) == 1
     ):
         value = value[1:-1].strip()
     return value

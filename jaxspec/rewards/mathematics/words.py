@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 
 
-def _set_of(words: str) -> frozenset[str]:
+def _word_set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-_UNITS = {
+_UNIT_NAMES = {
     name: words[0]
     for words in (
         line.split()
@@ -74,85 +74,95 @@ _UNITS = {
     )
     for name in words
 }
-_NEUTRAL = {"unit"}
-_CRITICAL = _set_of(
+_NEUTRAL_UNITS = {"unit"}
+_CRITICAL_WORDS = _word_set(
     "not no none never neither nor except without minus negative plus less more least most greater"
     " fewer smaller larger half twice double hundred thousand million billion trillion dozen above"
     " below over under between until squared cubed undefined infinite false wrong incorrect nonzero"
     " imaginary mod modulo base"
 )
-_FILLERS = _set_of(
+_FILLER_WORDS = _word_set(
     "a an the is are be was it its this that these those of for to in at on by with from so thus"
     " hence therefore then we get have has obtain find answer final result value solution total"
     " number where when which as there here exactly only just x y z long each"
 )
-_SHORT = _set_of("yes no odd one two six ten all any sum mon tue wed thu fri sat sun red")
-_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(?:\s*\^\s*\{?\s*([23])\s*\}?)?")
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:([CF])(?![a-zA-Z]))?\s*$")
-_BARE = re.compile(
+_SHORT_WORDS = _word_set("yes no odd one two six ten all any sum mon tue wed thu fri sat sun red")
+_TEXT_COMMAND = re.compile(r"\\text\s*\{([^{}]*)\}(?:\s*\^\s*\{?\s*([23])\s*\}?)?")
+_DEGREE_SIGN = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:([CF])(?![a-zA-Z]))?\s*$")
+_PLAIN_WORD = re.compile(
     r"(?<![\\a-zA-Z_{])([a-zA-Z]{2,}(?:\.[a-z]\.)?)(?![a-zA-Z(])(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
 )
-_LETTER = re.compile(r"(?<=[\d})])\s+([mgshlLNJWVKA])(?:\s*\^\s*\{?\s*([23])\s*\}?)?\s*$")
-_POWERS = {"2": "square", "3": "cubic"}
+_UNIT_LETTER = re.compile(r"(?<=[\d})])\s+([mgshlLNJWVKA])(?:\s*\^\s*\{?\s*([23])\s*\}?)?\s*$")
+_UNIT_POWERS = {"2": "square", "3": "cubic"}
 
 
 @dataclass(frozen=True)
-class Words:
+class AnswerWords:
     """The words beside a value."""
 
     phrase: str
     """All of them, in order."""
     units: frozenset[str] = frozenset()
-    critical: frozenset[str] = frozenset()
-    others: frozenset[str] = frozenset()
+    critical_words: frozenset[str] = frozenset()
+    other_words: frozenset[str] = frozenset()
 
-    def agree(self, other: Words) -> bool:
+    def agrees_with(self, other: AnswerWords) -> bool:
         """Whether two values may be equal beside these words; one side may leave units out."""
-        if self.critical != other.critical:
+        if self.critical_words != other.critical_words:
             return False
         if self.units and other.units and self.units != other.units:
             return False
-        return self.others <= other.others or other.others <= self.others
+        return self.other_words <= other.other_words or other.other_words <= self.other_words
 
 
-def split_words(value: str) -> tuple[str, Words]:
+def split_words(value: str) -> tuple[str, AnswerWords]:
     """Take the words off a value: what is left of it, and them."""
-    taken: list[str] = []
+    removed_words: list[str] = []
 
-    def take(found: re.Match[str]) -> str:
-        word, power = found[1] or "", found[2] if found.re is not _DEGREES else None
-        taken.extend([word, _POWERS[power]] if power else [word])
+    def remove_word(match: re.Match[str]) -> str:
+        word, power = match[1] or "", match[2] if match.re is not _DEGREE_SIGN else None
+        removed_words.extend([word, _UNIT_POWERS[power]] if power else [word])
         return " "
 
     core = value
-    if degrees := _DEGREES.search(core):
+    if degrees := _DEGREE_SIGN.search(core):
         core = core[: degrees.start()]
-        taken.append({"C": "celsius", "F": "fahrenheit"}.get(degrees[1] or "", "degree"))
-    core = _TEXT.sub(take, core) if not re.search(r"[_^]\s*\{?\s*\\text", core) else core
-    core = _LETTER.sub(take, core)
-    sentence = sum(len(word) > 3 for word, _ in _BARE.findall(core)) > 1
-    core = _BARE.sub(
-        lambda found: take(found) if sentence or _is_word(found[1]) else found[0], core
+        removed_words.append({"C": "celsius", "F": "fahrenheit"}.get(degrees[1] or "", "degree"))
+    core = (
+        _TEXT_COMMAND.sub(remove_word, core)
+        if not re.search(r"[_^]\s*\{?\s*\\text", core)
+        else core
     )
-    return core.strip(" .,"), _words(" ".join(taken))
+    core = _UNIT_LETTER.sub(remove_word, core)
+    is_sentence = sum(len(word) > 3 for word, _ in _PLAIN_WORD.findall(core)) > 1
+    core = _PLAIN_WORD.sub(
+        lambda match: remove_word(match) if is_sentence or _is_word(match[1]) else match[0], core
+    )
+    return core.strip(" .,"), _classify_words(" ".join(removed_words))
 
 
 def _is_word(text: str) -> bool:
-    return len(text) > 3 or text.lower() in _SHORT | _FILLERS | _CRITICAL or text in _UNITS
+    return (
+        len(text) > 3
+        or text.lower() in _SHORT_WORDS | _FILLER_WORDS | _CRITICAL_WORDS
+        or text in _UNIT_NAMES
+    )
 
 
-def _words(text: str) -> Words:
+def _classify_words(text: str) -> AnswerWords:
     text = re.sub(r"\^\s*\{?2\}?", " square ", re.sub(r"\^\s*\{?3\}?", " cubic ", text))
     tokens = re.findall(r"[a-zA-Z]+|\d+", text.replace("/", " per "))
-    units, critical, others = set(), set(), set()
+    units, critical_words, other_words = set(), set(), set()
     for token in tokens:
         word = token.lower()
-        single = re.sub(r"s$", "", word) if len(word) > 2 else word
-        if unit := _UNITS.get(token) or _UNITS.get(word) or _UNITS.get(single):
+        singular = re.sub(r"s$", "", word) if len(word) > 2 else word
+        if unit := _UNIT_NAMES.get(token) or _UNIT_NAMES.get(word) or _UNIT_NAMES.get(singular):
             units.add(unit)
-        elif word in _CRITICAL:
-            critical.add(word)
-        elif word not in _FILLERS:
-            others.add(single)
+        elif word in _CRITICAL_WORDS:
+            critical_words.add(word)
+        elif word not in _FILLER_WORDS:
+            other_words.add(singular)
     phrase = " ".join(token.lower() for token in tokens)
-    return Words(phrase, frozenset(units - _NEUTRAL), frozenset(critical), frozenset(others))
+    return AnswerWords(
+        phrase, frozenset(units - _NEUTRAL_UNITS), frozenset(critical_words), frozenset(other_words)
+    )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Proposal
-from jaxspec.rollout.acceptance import Comparison
+from jaxspec.rollout.feedback.acceptance import Comparison
 from jaxspec.rollout.verify import Distributions
 from jaxspec.sampling import Processing
 

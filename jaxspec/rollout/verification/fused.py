@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import sampling
-from jaxspec.rollout.acceptance import Comparison
+from jaxspec.rollout.feedback.acceptance import Comparison
 from jaxspec.rollout.verification.block import Block, Compared, Verification
 from jaxspec.rollout.verification.summary import Summary, logprobs_by, summarize
 from jaxspec.rollout.verify import Distributions
@@ -42,7 +42,7 @@ def draw(
     """Draws drafts among the draft's own tokens."""
     promoted = sampling.promote_logits(logits)
     drawn = sampling.categorical(
-        sampling.processed_logits(
+        sampling.process_logits(
             promoted, processing, produced, factor, may_be_zero=may_be_zero, ids=ids
         ),
         noise,
@@ -111,7 +111,7 @@ def _masked(
 ) -> Float[Array, "*B N"]:
     """Logits without the excluded tokens, before the temperature."""
     untempered = block.processing._replace(temperature=1.0)
-    return sampling.processed_logits(logits, untempered, produced, ids=ids)
+    return sampling.process_logits(logits, untempered, produced, ids=ids)
 
 
 def _draft_logits(block: Block, ids: Int[Array, " W"] | None) -> Float[Array, "B K W"]:
@@ -235,7 +235,7 @@ def _distributions(block: Block, known: _Known) -> Distributions:
 
         if isinstance(noise, Uniforms):
             weights = residual(), target()
-            return sampling.drawn_of_either(*weights, rejected, noise, (residual, target))
+            return sampling.draw_from_either(*weights, rejected, noise, (residual, target))
         # Where weighted target and draft agree to rounding, a cut has probability about 0 and the
         # residual may vanish.
         left = residual()
@@ -250,7 +250,7 @@ def _distributions(block: Block, known: _Known) -> Distributions:
 
         logprobs = logprobs_by(known.target, _masked(block, block.logits, block.produced, None))
         if isinstance(noise, Uniforms):
-            return sampling.drawn(jnp.exp(logprobs), noise, weigh)
+            return sampling.draw_by_weight(jnp.exp(logprobs), noise, weigh)
         return sampling.categorical(logprobs, noise)
 
     return Distributions(at_drafted, left_over, draw_next, draw_target)

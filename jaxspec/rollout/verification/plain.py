@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import sampling
-from jaxspec.rollout.acceptance import Comparison
+from jaxspec.rollout.feedback.acceptance import Comparison
 from jaxspec.rollout.verification.block import Block, Compared, Verification
 from jaxspec.rollout.verify import Distributions
 from jaxspec.sampling import Noise, Processing
@@ -23,14 +23,14 @@ def draw(
     """Draws drafts from their logits over the whole vocabulary."""
     whole = sampling.scatter_to_vocabulary(sampling.promote_logits(logits), ids, vocab)
     return sampling.categorical(
-        sampling.processed_logits(whole, processing, produced, factor, may_be_zero=may_be_zero),
+        sampling.process_logits(whole, processing, produced, factor, may_be_zero=may_be_zero),
         noise,
     )
 
 
 def compare(block: Block) -> Compared:
     """Compares all log-probabilities; a draft gone NaN covers nothing."""
-    target_logprobs = sampling.processed_logprobs(block.logits, block.processing, block.produced)
+    target_logprobs = sampling.compute_logprobs(block.logits, block.processing, block.produced)
     draft_logprobs, comparison = _compare_drafts(block, target_logprobs)
     return Compared(
         distributions=distributions(target_logprobs, draft_logprobs),
@@ -112,7 +112,7 @@ def _compare_drafts(
     def at(
         factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]
     ) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
-        draft_logprobs = sampling.processed_logprobs(
+        draft_logprobs = sampling.compute_logprobs(
             logits[rows], block.processing, produced[rows], factor, may_be_zero=0.0 in grid
         )
         return draft_logprobs, jnp.nan_to_num(

@@ -13,7 +13,7 @@ from jaxspec.rewards.extract import Style
 from jaxspec.rewards.mathematics.equality import math_equal
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
-from jaxspec.rewards.scorer import Rows, Scorer
+from jaxspec.rewards.scorer import RewardInputs, Scorer
 
 RIGHT = [
     # powers
@@ -197,7 +197,7 @@ def outcomes(
     """As a training run scores responses, of which each pair has one after its reference."""
     references, responses = zip(*pairs, strict=True)
     scorer = Scorer(style, pool=pool, verifier="math")
-    scores = scorer(Rows([""] * len(pairs), responses, references, [{}] * len(pairs)))
+    scores = scorer(RewardInputs([""] * len(pairs), responses, references, [{}] * len(pairs)))
     return [Outcome(outcome) for outcome in scores.outcomes.tolist()]
 
 

@@ -12,69 +12,83 @@ import numpy as np
 
 from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.bench.gpu.programs import Programs
-from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.run import GpuPlan
 from jaxspec.bench.gpu.sections import greedy
-from jaxspec.bench.gpu.starting import open_plan, opened_folder
-from jaxspec.system.terminal import say
+from jaxspec.bench.gpu.starting import open_plan, open_program_folder
+from jaxspec.system.terminal import print_line
 
 _ROOT = Path(__file__).resolve().parents[4]
 _LAST_LINES = 3
-LONGEST = 240.0
+MAX_SECONDS = 240.0
 """Seconds that the process may take."""
 
 
-def executed_alone(plan: Plan, name: str, seconds: float) -> dict[str, Any]:
+def execute_in_process(plan: GpuPlan, name: str, seconds: float) -> dict[str, Any]:
     """Runs a variant twice in another process; a crash is a result."""
     options = plan.options
-    words = options.sizes | options.measured | {"programs": options.programs}
-    command = [sys.executable, "-m", "jaxspec.bench.gpu.sections.alone", json.dumps(words), name]
-    variables = {
+    option_values = options.program_sizes | options.table_sizes | {"programs": options.programs}
+    command = [
+        sys.executable,
+        "-m",
+        "jaxspec.bench.gpu.sections.alone",
+        json.dumps(option_values),
+        name,
+    ]
+    environment = {
         # this process has reserved most of the device's memory
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", "")))),
     }
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             command,
-            env=os.environ | variables,
+            env=os.environ | environment,
             capture_output=True,
             text=True,
-            timeout=max(1.0, min(seconds, LONGEST)),
+            timeout=max(1.0, min(seconds, MAX_SECONDS)),
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         return {"crashed": f"no answer within {error.timeout:.0f} s"}
-    if ended.returncode:
-        last = ended.stderr.strip().splitlines()[-_LAST_LINES:]
-        done = ended.stdout.count("executed")
+    if process.returncode:
+        last_lines = process.stderr.strip().splitlines()[-_LAST_LINES:]
+        executions = process.stdout.count("executed")
         return {
-            "crashed": f"exit status {ended.returncode} after {done} of 2 executions",
-            "last_lines": last,
+            "crashed": f"exit status {process.returncode} after {executions} of 2 executions",
+            "last_lines": last_lines,
         }
-    return json.loads(ended.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Executes the named variant twice, and prints its tokens."""
-    given = json.loads(words[0])
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    options = GpuOptions(**given | lists)
+    option_values = json.loads(argv[0])
+    tuples = {
+        name: tuple(value) for name, value in option_values.items() if isinstance(value, list)
+    }
+    options = GpuOptions(**option_values | tuples)
     plan, _ = open_plan(options)
-    variant = greedy.variants(plan)[words[1]]
-    folder = opened_folder(plan, lambda message: None)
+    variant = greedy.greedy_variants(plan)[argv[1]]
+    folder = open_program_folder(plan, lambda message: None)
     programs = Programs(plan.mesh, folder, 2, lambda message: None)
-    wanted = (variant.layout, variant.program)
-    programs.expect([each for each in greedy.greedy_recipes(plan) if each.name in wanted])
-    layout, program = (programs.get(name, LONGEST) for name in wanted)
-    inputs, found = greedy.greedy_inputs(plan), []
+    program_names = (variant.layout_name, variant.program_name)
+    programs.queue_recipes(
+        [recipe for recipe in greedy.greedy_recipes(plan) if recipe.name in program_names]
+    )
+    layout, program = (programs.get_program(name, MAX_SECONDS) for name in program_names)
+    inputs, tokens = greedy.make_inputs(plan), []
     for _ in range(2):
-        found.append(greedy.answers(layout.program, program.program, variant, inputs))
-        say("executed")
+        tokens.append(greedy.generate_answers(layout.program, program.program, variant, inputs))
+        print_line("executed")
     programs.close()
-    same = bool(np.array_equal(*found))
+    are_equal = bool(np.array_equal(*tokens))
     print(
         json.dumps(
-            {"executions_equal": same, "loaded": program.loaded, "tokens": found[-1].tolist()}
+            {
+                "executions_equal": are_equal,
+                "loaded": program.is_loaded,
+                "tokens": tokens[-1].tolist(),
+            }
         ),
         flush=True,
     )

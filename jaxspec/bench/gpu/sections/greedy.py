@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.gpu.cells import answering, random_prompts, whole_on
+from jaxspec.bench.gpu.cells import inference_config, random_prompts, replicate_shapes
 from jaxspec.bench.gpu.programs import Recipe
-from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.run import GpuPlan
 from jaxspec.bench.gpu.weights import random_weights
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig, EngineConfig, RolloutConfig
-from jaxspec.host.runner import abstract_prompts
-from jaxspec.models.layers import cast
+from jaxspec.host.programs import abstract_prompts
+from jaxspec.models.layers import cast_floats
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import Prompts, Ready
 from jaxspec.step import Step
@@ -25,99 +25,106 @@ VOCAB = 8192
 weights, too."""
 
 
-class Variant(NamedTuple):
+class GreedyVariant(NamedTuple):
     """A way to make the answers."""
 
     name: str
-    length: int
-    stacked: bool = False
-    graphs: bool = False
+    draft_length: int
+    stack_layers: bool = False
+    command_buffers: bool = False
 
     @property
-    def program(self) -> str:
+    def program_name(self) -> str:
         """Names its program."""
         return f"greedy answers, {self.name}"
 
     @property
-    def layout(self) -> str:
+    def layout_name(self) -> str:
         """Names the program that lays its weights out."""
-        way = "layers stacked" if self.stacked else "layers unrolled"
-        return f"weights of greedy answers, {'K' if self.length else 'plain'}, {way}"
+        layers_label = "layers stacked" if self.stack_layers else "layers unrolled"
+        return f"weights of greedy answers, {'K' if self.draft_length else 'plain'}, {layers_label}"
 
 
-def variants(plan: Plan) -> dict[str, Variant]:
+def greedy_variants(plan: GpuPlan) -> dict[str, GreedyVariant]:
     """By name; those with command buffers only for GPUs."""
-    length = plan.options.draft_length
-    listed = [
-        Variant("plain", 0),
-        Variant("drafts", length),
-        Variant("drafts, layers stacked", length, stacked=True),
+    draft_length = plan.options.draft_length
+    variant_list = [
+        GreedyVariant("plain", 0),
+        GreedyVariant("drafts", draft_length),
+        GreedyVariant("drafts, layers stacked", draft_length, stack_layers=True),
     ]
-    if plan.on_gpu:
-        listed.append(Variant("drafts, command buffers", length, graphs=True))
-    return {variant.name: variant for variant in listed}
+    if plan.targets_gpu:
+        variant_list.append(
+            GreedyVariant("drafts, command buffers", draft_length, command_buffers=True)
+        )
+    return {variant.name: variant for variant in variant_list}
 
 
-def _step(plan: Plan, variant: Variant) -> Step:
+def _build_step(plan: GpuPlan, variant: GreedyVariant) -> Step:
     options = plan.options
     vocab = min(options.vocab, VOCAB)
-    prompt, new = min(options.prompt, PROMPT), min(options.new, NEW)
+    prompt_length, new_tokens = min(options.prompt, PROMPT), min(options.new, NEW)
     model = dataclasses.replace(options.policy, layers=options.right_layers, vocab=vocab)
     engine = EngineConfig(
         slots=ROWS,
         page_size=options.page_size,
         tail=False,
-        stack_layers=variant.stacked,
-        command_buffers=variant.graphs,
+        stack_layers=variant.stack_layers,
+        command_buffers=variant.command_buffers,
     )
     draft = DraftConfig(draft_length=options.draft_length, vocab=vocab // 4)
-    rollout = RolloutConfig(max_new_tokens=new, temperature=0.0, draft=draft, engine=engine)
-    config = answering(options, model, rollout, ROWS, prompt)
+    rollout = RolloutConfig(max_new_tokens=new_tokens, temperature=0.0, draft=draft, engine=engine)
+    config = inference_config(options, model, rollout, ROWS, prompt_length)
     return build_step(config, plan.mesh, (), vocab)
 
 
-def _generator(plan: Plan, variant: Variant) -> Generator:
-    generator = _step(plan, variant).generator
-    return generator if variant.length else generator.plain()
+def _build_generator(plan: GpuPlan, variant: GreedyVariant) -> Generator:
+    generator = _build_step(plan, variant).generator
+    return generator if variant.draft_length else generator.plain()
 
 
-def _networks(plan: Plan, variant: Variant) -> tuple[Any, Any]:
+def _network_shapes(plan: GpuPlan, variant: GreedyVariant) -> tuple[Any, Any]:
     """Shapes of policy and draft in the train layout, in the type of generation."""
-    step = _step(plan, variant)
+    step = _build_step(plan, variant)
 
-    def networks() -> Any:
-        return cast((step.fresh_policy(), step.fresh_draft()), jnp.dtype(plan.options.dtype))
+    def cast_networks() -> Any:
+        return cast_floats((step.fresh_policy(), step.fresh_draft()), jnp.dtype(plan.options.dtype))
 
-    policy, draft = whole_on(plan.mesh, jax.eval_shape(networks))
-    return policy, draft if variant.length else None
+    policy, draft = replicate_shapes(plan.mesh, jax.eval_shape(cast_networks))
+    return policy, draft if variant.draft_length else None
 
 
-def greedy_recipes(plan: Plan) -> list[Recipe]:
+def greedy_recipes(plan: GpuPlan) -> list[Recipe]:
     """Programs of all variants, and those that lay their weights out."""
-    found: dict[str, Recipe] = {}
-    for variant in variants(plan).values():
-        generator = _generator(plan, variant)
+    recipes: dict[str, Recipe] = {}
+    for variant in greedy_variants(plan).values():
+        generator = _build_generator(plan, variant)
 
-        def laid_out(policy: Any, draft: Any, generator: Generator = generator) -> Ready:
+        def sync_weights(policy: Any, draft: Any, generator: Generator = generator) -> Ready:
             return generator.sync(policy, draft, generator.start())
 
-        def networks(variant: Variant = variant) -> tuple[Any, Any]:
-            return _networks(plan, variant)
+        def network_shapes(variant: GreedyVariant = variant) -> tuple[Any, Any]:
+            return _network_shapes(plan, variant)
 
-        def inputs(
-            networks: Any = networks, laid_out: Any = laid_out, generator: Generator = generator
+        def program_inputs(
+            network_shapes: Any = network_shapes,
+            sync_weights: Any = sync_weights,
+            generator: Generator = generator,
         ) -> tuple[Ready, Prompts]:
-            ready = whole_on(plan.mesh, jax.eval_shape(laid_out, *networks()))
-            return ready, abstract_prompts(generator, ROWS)
+            weights = replicate_shapes(plan.mesh, jax.eval_shape(sync_weights, *network_shapes()))
+            return weights, abstract_prompts(generator, ROWS)
 
-        found[variant.layout] = Recipe(variant.layout, laid_out, networks)
-        found[variant.program] = Recipe(
-            variant.program, generator.generate, inputs, options=generator.compiler_options
+        recipes[variant.layout_name] = Recipe(variant.layout_name, sync_weights, network_shapes)
+        recipes[variant.program_name] = Recipe(
+            variant.program_name,
+            generator.generate,
+            program_inputs,
+            compiler_options=generator.compiler_options,
         )
-    return list(found.values())
+    return list(recipes.values())
 
 
-class Inputs(NamedTuple):
+class GreedyInputs(NamedTuple):
     """Networks in the train layout, and prompts."""
 
     policy: Any
@@ -125,42 +132,47 @@ class Inputs(NamedTuple):
     prompts: Prompts
 
 
-def greedy_inputs(plan: Plan) -> Inputs:
+def make_inputs(plan: GpuPlan) -> GreedyInputs:
     """Makes them, the same in every process."""
-    drafts = variants(plan)["drafts"]
-    policy, draft = _networks(plan, drafts)
+    variant = greedy_variants(plan)["drafts"]
+    policy, draft = _network_shapes(plan, variant)
     seed, options = plan.options.seed, plan.options
     vocab = min(options.vocab, VOCAB)
     prompts = random_prompts(
-        _generator(plan, drafts), ROWS, dataclasses.replace(options, vocab=vocab, draft_vocab=0), 0
+        _build_generator(plan, variant),
+        ROWS,
+        dataclasses.replace(options, vocab=vocab, draft_vocab=0),
+        0,
     )
-    return Inputs(
+    return GreedyInputs(
         random_weights(policy, plan.mesh, seed), random_weights(draft, plan.mesh, seed + 1), prompts
     )
 
 
-def answers(layout: Any, program: Any, variant: Variant, inputs: Inputs) -> np.ndarray:
+def generate_answers(
+    layout: Any, program: Any, variant: GreedyVariant, inputs: GreedyInputs
+) -> np.ndarray:
     """Generates the answers' tokens, after their prompts."""
-    ready = layout(inputs.policy, inputs.draft if variant.length else None)
-    return np.asarray(program(ready, inputs.prompts).tokens)
+    weights = layout(inputs.policy, inputs.draft if variant.draft_length else None)
+    return np.asarray(program(weights, inputs.prompts).tokens)
 
 
-def difference(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+def compare_tokens(tokens: np.ndarray, other_tokens: np.ndarray) -> dict[str, Any]:
     """Compares tokens of two programs: rows that are equal, and where the first other differs."""
-    same = ours == theirs
-    rows = same.all(axis=1)
-    firsts = np.argmin(same[~rows], axis=1)
+    is_equal = tokens == other_tokens
+    equal_rows = is_equal.all(axis=1)
+    first_positions = np.argmin(is_equal[~equal_rows], axis=1)
     return {
-        "equal": bool(rows.all()),
-        "equal_rows": int(rows.sum()),
-        "rows": len(rows),
-        "first_difference": int(firsts.min()) if len(firsts) else None,
+        "equal": bool(equal_rows.all()),
+        "equal_rows": int(equal_rows.sum()),
+        "rows": len(equal_rows),
+        "first_difference": int(first_positions.min()) if len(first_positions) else None,
     }
 
 
-def told(found: dict[str, Any]) -> str:
+def describe_difference(comparison: dict[str, Any]) -> str:
     """Puts a difference in words."""
-    if found["equal"]:
+    if comparison["equal"]:
         return "the same tokens"
-    rows = f"{found['rows'] - found['equal_rows']} of {found['rows']} rows differ"
-    return f"{rows}, the first at position {found['first_difference']}"
+    rows = f"{comparison['rows'] - comparison['equal_rows']} of {comparison['rows']} rows differ"
+    return f"{rows}, the first at position {comparison['first_difference']}"

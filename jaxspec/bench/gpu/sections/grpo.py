@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxspec.bench.gpu.cells import random_prompts, whole_on
+from jaxspec.bench.gpu.cells import random_prompts, replicate_shapes
 from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.bench.gpu.programs import Recipe
-from jaxspec.bench.gpu.run import Plan
+from jaxspec.bench.gpu.run import GpuPlan
 from jaxspec.bench.gpu.weights import random_weights
-from jaxspec.bench.loaded import synthetic
+from jaxspec.bench.loaded import synthetic_rule
 from jaxspec.bench.workload import LEARNING_RATE
 from jaxspec.build import build_step
 from jaxspec.config.settings import (
@@ -29,22 +29,22 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host.runner import abstract, put
+from jaxspec.host.programs import abstract, put
 from jaxspec.inputs.spec import LoraConfig
-from jaxspec.models.layers import cast
+from jaxspec.models.layers import cast_floats
 from jaxspec.state import LENGTH, Finished, Prompts, Ready, Rollout, TrainState
 from jaxspec.step import Step
 
 PHASES = ("prepare", "prefill", "rounds", "learn")
 
 
-class Mode(NamedTuple):
+class StepMode(NamedTuple):
     """A step, speculative or plain, and the names of its programs."""
 
-    plan: Plan
+    plan: GpuPlan
     speculative: bool
 
-    def name(self, phase: str) -> str:
+    def program_name(self, phase: str) -> str:
         """Names the program of a phase."""
         return f"{phase} of a {'speculative' if self.speculative else 'plain'} GRPO step"
 
@@ -61,104 +61,120 @@ class Mode(NamedTuple):
     @property
     def step(self) -> Step:
         """Both sides of the step; a frozen draft whose tokens are kept as prescribed, or none."""
-        step = build_step(_config(self.options), self.plan.mesh, (), self.options.vocab)
+        step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         if self.speculative:
-            rule = synthetic(self.options.acceptance)
+            rule = synthetic_rule(self.options.acceptance)
             return dataclasses.replace(step, generator=step.generator.with_(rule=rule))
         learner = dataclasses.replace(step.learner, objective=None, taps=())
         return dataclasses.replace(
             step, learner=learner, generator=step.generator.plain(), fresh_draft=lambda: None
         )
 
-    def networks(self) -> tuple[Any, Any]:
+    def network_shapes(self) -> tuple[Any, Any]:
         """Shapes of policy and draft; of a policy with adapters in the type of products."""
-        step = build_step(_config(self.options), self.plan.mesh, (), self.options.vocab)
+        step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         policy, draft = jax.eval_shape(lambda: (step.fresh_policy(), step.fresh_draft()))
         if self.options.lora_rank:
             dtype = jnp.dtype(self.options.dtype)
-            policy = jax.eval_shape(lambda network: cast(network, dtype), policy)
-        policy, draft = whole_on(self.plan.mesh, (policy, draft))
+            policy = jax.eval_shape(lambda network: cast_floats(network, dtype), policy)
+        policy, draft = replicate_shapes(self.plan.mesh, (policy, draft))
         return policy, draft if self.speculative else None
 
-    def recipes(self) -> list[Recipe]:
+    def list_recipes(self) -> list[Recipe]:
         """Its programs, in the order of a step."""
-        step, prompts, mesh = self.step, self.options.step_prompts, self.plan.mesh
+        step, prompt_count, mesh = self.step, self.options.step_prompts, self.plan.mesh
         generator = step.generator
 
-        def of_state(*places: int) -> Callable[[], tuple[Any, ...]]:
-            return lambda: tuple(whole_on(mesh, abstract(step, prompts)[place]) for place in places)
+        def state_inputs(*indices: int) -> Callable[[], tuple[Any, ...]]:
+            return lambda: tuple(
+                replicate_shapes(mesh, abstract(step, prompt_count)[index]) for index in indices
+            )
 
-        def generating() -> tuple[Ready, Prompts]:
-            state, _, asked = whole_on(mesh, abstract(step, prompts))
-            return whole_on(mesh, jax.eval_shape(step.sync, state)), asked
+        def prefill_inputs() -> tuple[Ready, Prompts]:
+            state, _, prompts = replicate_shapes(mesh, abstract(step, prompt_count))
+            return replicate_shapes(mesh, jax.eval_shape(step.sync, state)), prompts
 
-        def running() -> tuple[Any, ...]:
-            ready, asked = generating()
-            begun = jax.eval_shape(generator.begin, ready, asked)
-            return ready, *whole_on(mesh, (begun, jax.ShapeDtypeStruct((), jnp.int32)))
+        def rounds_inputs() -> tuple[Any, ...]:
+            weights, prompts = prefill_inputs()
+            decode_state = jax.eval_shape(generator.begin, weights, prompts)
+            return weights, *replicate_shapes(
+                mesh, (decode_state, jax.ShapeDtypeStruct((), jnp.int32))
+            )
 
-        options = generator.compiler_options
+        compiler_options = generator.compiler_options
         return [
-            Recipe(self.name("start"), step.start, self.networks, donate=(0, 1)),
-            Recipe(self.name("prepare"), step.sync, of_state(0)),
-            Recipe(self.name("prefill"), generator.begin, generating),
-            Recipe(self.name("rounds"), generator.advance, running, donate=(1,), options=options),
-            Recipe(self.name("learn"), step.learn, of_state(0, 1), donate=(0,)),
-            Recipe(self.name("logprobs"), lambda *given: logprob_gap(step, *given), of_state(0, 1)),
+            Recipe(self.program_name("start"), step.start, self.network_shapes, donate=(0, 1)),
+            Recipe(self.program_name("prepare"), step.sync, state_inputs(0)),
+            Recipe(self.program_name("prefill"), generator.begin, prefill_inputs),
+            Recipe(
+                self.program_name("rounds"),
+                generator.advance,
+                rounds_inputs,
+                donate=(1,),
+                compiler_options=compiler_options,
+            ),
+            Recipe(self.program_name("learn"), step.learn, state_inputs(0, 1), donate=(0,)),
+            Recipe(
+                self.program_name("logprobs"),
+                lambda *arguments: logprob_gap(step, *arguments),
+                state_inputs(0, 1),
+            ),
         ]
 
     # ---- arguments
 
-    def weights(self) -> tuple[Any, Any]:
+    def random_networks(self) -> tuple[Any, Any]:
         """Random policy and draft."""
-        policy, draft = self.networks()
+        policy, draft = self.network_shapes()
         mesh, seed = self.plan.mesh, self.options.seed
         return random_weights(policy, mesh, seed), random_weights(draft, mesh, seed + 1)
 
-    def prompts(self, call: int) -> Prompts:
+    def make_prompts(self, call: int) -> Prompts:
         """Random prompts of full length."""
         options = self.options
         return random_prompts(self.step.generator, options.step_prompts, options, call)
 
-    def finished(self, rollout: Rollout, call: int) -> Finished:
+    def score_rollout(self, rollout: Rollout, call: int) -> Finished:
         """A rollout with random rewards, ready to be learned from."""
         step = self.step
-        like = abstract(step, self.options.step_prompts)[1]
+        shapes = abstract(step, self.options.step_prompts)[1]
         rewards = np.random.default_rng((self.options.seed, call)).random(self.rows, np.float32)
-        rollout = jax.device_put(rollout, jax.tree.map(lambda leaf: leaf.sharding, like.rollout))
-        about = rewards, np.ones(self.rows, bool), step.planned(self.read(rollout)), True
-        rewards, valid, plan, learn = put(about, (like.rewards, like.valid, like.plan, like.learn))
+        rollout = jax.device_put(rollout, jax.tree.map(lambda leaf: leaf.sharding, shapes.rollout))
+        values = rewards, np.ones(self.rows, bool), step.planned(self.read_lengths(rollout)), True
+        rewards, valid, plan, learn = put(
+            values, (shapes.rewards, shapes.valid, shapes.plan, shapes.learn)
+        )
         return Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
 
-    def read(self, rollout: Rollout) -> np.ndarray:
+    def read_lengths(self, rollout: Rollout) -> np.ndarray:
         """Positions of each row that learning reads."""
         return np.asarray(rollout.lengths).astype(np.int32) - 1
 
-    def any_rollout(self) -> Rollout:
+    def full_rollout(self) -> Rollout:
         """A rollout of full length that nobody sampled, for learning alone."""
         options, size = self.options, self.options.step_prompt + self.options.step_new
-        like = abstract(self.step, options.step_prompts)[1].rollout
-        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-        random, shape = np.random.default_rng(options.seed), (self.rows, size)
-        full = np.full(self.rows, size)
-        made = nothing.replace(
-            tokens=random.integers(0, options.vocab, shape),
+        shapes = abstract(self.step, options.step_prompts)[1].rollout
+        empty_rollout = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        rng, shape = np.random.default_rng(options.seed), (self.rows, size)
+        full_lengths = np.full(self.rows, size)
+        rollout = empty_rollout.replace(
+            tokens=rng.integers(0, options.vocab, shape),
             prompt_lengths=np.full(self.rows, options.step_prompt),
-            lengths=full,
+            lengths=full_lengths,
             logprobs=np.full(shape, -np.log(options.vocab)),
             status=np.full(self.rows, LENGTH),
         )
-        return put(made, like)
+        return put(rollout, shapes)
 
 
-def _config(options: GpuOptions) -> ResolvedConfig:
+def _step_config(options: GpuOptions) -> ResolvedConfig:
     draft = DraftConfig(draft_length=options.draft_length, vocab=options.draft_vocab)
     engine = EngineConfig(
         slots=options.step_prompts * options.group, page_size=options.page_size, tail=False
     )
     return ResolvedConfig(
         seed=options.seed,
-        model=options.trained_policy,
+        model=options.step_policy,
         lora=LoraConfig(rank=options.lora_rank),
         rollout=RolloutConfig(max_new_tokens=options.step_new, draft=draft, engine=engine),
         batch=BatchConfig(prompts=options.step_prompts, group_size=options.group),
@@ -177,8 +193,8 @@ def logprob_gap(
     """Mean and largest difference between recorded logprobs and the learner's own, over the tokens
     of the answers."""
     learner = dataclasses.replace(step.learner, objective=None, taps=())
-    placed = learner.passes.at_places(step.batch_of(finished))
-    logprobs, _ = learner.passes.logprobs(state.learner.policy.network, 0, placed)
-    gap = jnp.abs(logprobs - placed.sampled_logprobs.astype(logprobs.dtype))
-    gap = jnp.where(placed.chosen, gap, 0)
-    return jnp.sum(gap) / jnp.sum(placed.chosen, dtype=gap.dtype), jnp.max(gap)
+    positions = learner.passes.at_places(step.batch_of(finished))
+    logprobs, _ = learner.passes.logprobs(state.learner.policy.network, 0, positions)
+    gap = jnp.abs(logprobs - positions.sampled_logprobs.astype(logprobs.dtype))
+    gap = jnp.where(positions.chosen, gap, 0)
+    return jnp.sum(gap) / jnp.sum(positions.chosen, dtype=gap.dtype), jnp.max(gap)

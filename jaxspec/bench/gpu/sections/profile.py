@@ -12,14 +12,14 @@ from rich import box
 from rich.table import Table
 
 from jaxspec.bench.gpu.cells import Cell
-from jaxspec.bench.gpu.device import wait_for
+from jaxspec.bench.gpu.device import wait_for_arrays
 from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.bench.gpu.run import GpuRun, Section
-from jaxspec.bench.gpu.sections.rounds import recipes_of, rounds
-from jaxspec.system.trace import CONTAINERS
+from jaxspec.bench.gpu.sections.rounds import cell_recipes, place_round_count
+from jaxspec.system.trace import CONTAINER_OPCODES
 
 ROUNDS = 3
-LISTED = 15
+LISTED_KERNELS = 15
 """Kernels that are printed."""
 
 
@@ -31,13 +31,13 @@ class Kernel(NamedTuple):
     calls: int
 
 
-def profiled_cells(options: GpuOptions) -> list[Cell]:
+def profile_cells(options: GpuOptions) -> list[Cell]:
     """Plain steps and rounds of as many rows as the last of `--few` says."""
     lengths = 0, options.draft_length
-    return [Cell(options.few[-1], each, options.new, options.draft_vocab) for each in lengths]
+    return [Cell(options.few[-1], length, options.new, options.draft_vocab) for length in lengths]
 
 
-def by_kernel(profile: Any) -> list[Kernel]:
+def sum_kernels(profile: Any) -> list[Kernel]:
     """Adds up the kernels of a trace, the longest first.
 
     Those of devices count, or of the host if there are none, as on a CPU.
@@ -46,42 +46,44 @@ def by_kernel(profile: Any) -> list[Kernel]:
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    for chosen in (devices, planes):
-        for name, length in _operations(chosen):
-            seconds[name] += length
+    for selected_planes in (devices, planes):
+        for name, duration in _list_operations(selected_planes):
+            seconds[name] += duration
             calls[name] += 1
         if seconds:
             break
-    found = [Kernel(name, seconds[name], calls[name]) for name in seconds]
-    return sorted(found, key=lambda kernel: -kernel.seconds)
+    kernels = [Kernel(name, seconds[name], calls[name]) for name in seconds]
+    return sorted(kernels, key=lambda kernel: -kernel.seconds)
 
 
-def _operations(planes: Sequence[Any]) -> list[tuple[str, float]]:
+def _list_operations(planes: Sequence[Any]) -> list[tuple[str, float]]:
     """Names and seconds of a trace's operations, but those that contain others."""
-    found = []
+    operations = []
     for plane in planes:
         for line in plane.lines:
             for event in line.events:
-                if "hlo_op" not in dict(event.stats) or event.name.startswith(CONTAINERS):
+                if "hlo_op" not in dict(event.stats) or event.name.startswith(CONTAINER_OPCODES):
                     continue
                 name = re.sub(r"[._]\d+", "", event.name)
-                found.append((name, (event.end_ns - event.start_ns) / 1e9))
-    return found
+                operations.append((name, (event.end_ns - event.start_ns) / 1e9))
+    return operations
 
 
-def _profiled(run: GpuRun, cell: Cell) -> dict[str, Any]:
-    prefill, advance = run.get(cell.prefill_name), run.get(cell.rounds_name)
-    ready, prompts = run.cells.ready(cell), run.cells.prompts(cell)
+def _profile_cell(run: GpuRun, cell: Cell) -> dict[str, Any]:
+    prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
+    weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # thousands of Python calls hide the device's work
-    with run.programs.quiet(), tempfile.TemporaryDirectory() as folder:
-        running = advance.program(ready, prefill.program(ready, prompts), rounds(run, 1))
-        count = wait_for((running, rounds(run, ROUNDS)))[1]
+    with run.programs.pause_compiling(), tempfile.TemporaryDirectory() as folder:
+        decode_state = advance.program(
+            weights, prefill.program(weights, prompts), place_round_count(run, 1)
+        )
+        count = wait_for_arrays((decode_state, place_round_count(run, ROUNDS)))[1]
         jax.profiler.start_trace(folder, profiler_options=options)
-        wait_for(advance.program(ready, running, count))
+        wait_for_arrays(advance.program(weights, decode_state, count))
         jax.profiler.stop_trace()
-        (raw,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
-        kernels = by_kernel(jax.profiler.ProfileData.from_file(str(raw)))
+        (trace_file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
+        kernels = sum_kernels(jax.profiler.ProfileData.from_file(str(trace_file)))
     return {
         "rounds": ROUNDS,
         "seconds": sum(kernel.seconds for kernel in kernels),
@@ -92,30 +94,34 @@ def _profiled(run: GpuRun, cell: Cell) -> dict[str, Any]:
 
 def measure_profile(run: GpuRun) -> dict[str, Any]:
     """Section 7."""
-    found = {}
-    for cell in profiled_cells(run.options):
-        name = f"a profile of {cell.words}"
-        found[cell.words] = made = run.attempt(name, lambda cell=cell: _profiled(run, cell))
-        if "kernels" in made:
-            run.screen.print(_table(cell.words, made))
-    return found
+    profiles = {}
+    for cell in profile_cells(run.options):
+        name = f"a profile of {cell.label}"
+        profiles[cell.label] = profile = run.attempt_part(
+            name, lambda cell=cell: _profile_cell(run, cell)
+        )
+        if "kernels" in profile:
+            run.screen.print(_kernel_table(cell.label, profile))
+    return profiles
 
 
-def _table(title: str, made: dict[str, Any]) -> Table:
-    each, count = made["seconds"] / ROUNDS, made["calls"] / ROUNDS
-    told = f"{title}: {1e3 * each:.2f} ms in {count:.0f} kernels a round"
-    table = Table(box=box.SIMPLE, title=told, title_justify="left", padding=0, show_edge=False)
+def _kernel_table(label: str, profile: dict[str, Any]) -> Table:
+    seconds_per_round, kernels_per_round = profile["seconds"] / ROUNDS, profile["calls"] / ROUNDS
+    title = f"{label}: {1e3 * seconds_per_round:.2f} ms in {kernels_per_round:.0f} kernels a round"
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", padding=0, show_edge=False)
     table.add_column("kernel", overflow="fold")
     for heading in ("us a round", "share", "calls a round"):
         table.add_column(heading, justify="right")
-    for kernel in made["kernels"][:LISTED]:
+    for kernel in profile["kernels"][:LISTED_KERNELS]:
         table.add_row(
             kernel["name"],
             f"{1e6 * kernel['seconds'] / ROUNDS:.0f}",
-            f"{kernel['seconds'] / made['seconds']:.0%}",
+            f"{kernel['seconds'] / profile['seconds']:.0%}",
             f"{kernel['calls'] / ROUNDS:.1f}",
         )
     return table
 
 
-PROFILE = Section(lambda plan: recipes_of(plan, profiled_cells(plan.options)), measure_profile)
+PROFILE_SECTION = Section(
+    lambda plan: cell_recipes(plan, profile_cells(plan.options)), measure_profile
+)

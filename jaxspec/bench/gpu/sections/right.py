@@ -4,104 +4,125 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.bench.gpu.run import NOT_HERE, GpuRun, Section
+from jaxspec.bench.gpu.run import NOT_APPLICABLE, GpuRun, Section
 from jaxspec.bench.gpu.sections import greedy
-from jaxspec.bench.gpu.sections.alone import executed_alone
+from jaxspec.bench.gpu.sections.alone import execute_in_process
 from jaxspec.bench.gpu.sections.kernels import check_kernels, kernel_recipes
-from jaxspec.compiled.serialized import pack, unpack
+from jaxspec.compiled.serialized import deserialize_program, serialize_program
 
 DRAFTS, BUFFERS = "drafts", "drafts, command buffers"
 
 
-def measure_right(run: GpuRun) -> dict[str, Any]:
+def measure_correctness(run: GpuRun) -> dict[str, Any]:
     """Compares kernels with their twins, and greedy tokens of several programs."""
-    found: dict[str, Any] = {"kernels": check_kernels(run)}
-    inputs = greedy.greedy_inputs(run.plan)
+    results: dict[str, Any] = {"kernels": check_kernels(run)}
+    inputs = greedy.make_inputs(run.plan)
     tokens: dict[str, np.ndarray] = {}
-    made = found["greedy"] = {}
-    for name, variant in greedy.variants(run.plan).items():
-        if variant.graphs:
+    greedy_results = results["greedy"] = {}
+    for name, variant in greedy.greedy_variants(run.plan).items():
+        if variant.command_buffers:
             continue
 
-        def answer(name: str = name, variant: greedy.Variant = variant) -> dict[str, Any]:
-            layout, program = run.get(variant.layout), run.get(variant.program)
+        def answer_greedily(
+            name: str = name, variant: greedy.GreedyVariant = variant
+        ) -> dict[str, Any]:
+            layout, program = (
+                run.get_program(variant.layout_name),
+                run.get_program(variant.program_name),
+            )
             # a program of a CPU cannot be written any more once it has run
-            again = _written(run, variant.program) if name == DRAFTS else None
-            tokens[name] = greedy.answers(layout.program, program.program, variant, inputs)
-            about = {"loaded": program.loaded, "without_kernels": program.plain}
-            if again is None:
-                return about
-            return about | _loaded(run, variant, inputs, again, tokens[name])
+            program_pair = _reload_program(run, variant.program_name) if name == DRAFTS else None
+            tokens[name] = greedy.generate_answers(layout.program, program.program, variant, inputs)
+            facts = {"loaded": program.is_loaded, "without_kernels": program.without_kernels}
+            if program_pair is None:
+                return facts
+            return facts | _compare_reloaded(run, variant, inputs, program_pair, tokens[name])
 
-        made[name] = run.attempt(variant.program, answer)
+        greedy_results[name] = run.attempt_part(variant.program_name, answer_greedily)
     pairs = {
         "drafts and plain decoding": (DRAFTS, "plain"),
         "stacked and unrolled layers": ("drafts, layers stacked", DRAFTS),
     }
-    for title, (one, other) in pairs.items():
-        if one in tokens and other in tokens:
-            found[title] = greedy.difference(tokens[one], tokens[other])
-            run.say(f"{title}: {greedy.told(found[title])}")
+    for title, (tested, reference) in pairs.items():
+        if tested in tokens and reference in tokens:
+            results[title] = greedy.compare_tokens(tokens[tested], tokens[reference])
+            run.print_line(f"{title}: {greedy.describe_difference(results[title])}")
     if DRAFTS in tokens:
-        found["alone"] = run.attempt("two executions", lambda: _alone(run, tokens[DRAFTS]))
-    return found
+        results["alone"] = run.attempt_part(
+            "two executions", lambda: _compare_alone(run, tokens[DRAFTS])
+        )
+    return results
 
 
-class _Written(NamedTuple):
+class _ProgramPair(NamedTuple):
     """A program that was compiled here, and the same one, written and loaded."""
 
     compiled: Any
-    again: Any
+    reloaded: Any
 
 
-def _written(run: GpuRun, name: str) -> _Written:
-    made = run.get(name)
-    compiled = run.programs.fresh(name) if made.loaded else made.program
-    return _Written(compiled, unpack(pack(compiled), [*run.plan.mesh.devices.flat]))
+def _reload_program(run: GpuRun, name: str) -> _ProgramPair:
+    ready_program = run.get_program(name)
+    compiled = (
+        run.programs.compile_again(name) if ready_program.is_loaded else ready_program.program
+    )
+    return _ProgramPair(
+        compiled, deserialize_program(serialize_program(compiled), [*run.plan.mesh.devices.flat])
+    )
 
 
-def _loaded(
+def _compare_reloaded(
     run: GpuRun,
-    variant: greedy.Variant,
-    inputs: greedy.Inputs,
-    written: _Written,
+    variant: greedy.GreedyVariant,
+    inputs: greedy.GreedyInputs,
+    pair: _ProgramPair,
     tokens: np.ndarray,
 ) -> dict[str, Any]:
     """Compares a program that was compiled here with the same one, written and loaded again, and
     with the one from the folder."""
-    layout = run.get(variant.layout).program
-    ours, theirs = (
-        greedy.answers(layout, program, variant, inputs)
-        for program in (written.again, written.compiled)
+    layout = run.get_program(variant.layout_name).program
+    reloaded_tokens, compiled_tokens = (
+        greedy.generate_answers(layout, program, variant, inputs)
+        for program in (pair.reloaded, pair.compiled)
     )
-    found = {"a program and the same one, written and loaded": greedy.difference(ours, theirs)}
-    if run.get(variant.program).loaded:
-        found["a program of the folder and a compiled one"] = greedy.difference(tokens, theirs)
-    for name, compared in found.items():
-        run.say(f"{name}: {greedy.told(compared)}")
-    return found
+    comparisons = {
+        "a program and the same one, written and loaded": greedy.compare_tokens(
+            reloaded_tokens, compiled_tokens
+        )
+    }
+    if run.get_program(variant.program_name).is_loaded:
+        comparisons["a program of the folder and a compiled one"] = greedy.compare_tokens(
+            tokens, compiled_tokens
+        )
+    for name, comparison in comparisons.items():
+        run.print_line(f"{name}: {greedy.describe_difference(comparison)}")
+    return comparisons
 
 
-def _alone(run: GpuRun, tokens: np.ndarray) -> dict[str, Any]:
+def _compare_alone(run: GpuRun, tokens: np.ndarray) -> dict[str, Any]:
     """Runs a program twice in a process of its own: with command buffers where there are any."""
-    name = BUFFERS if run.plan.on_gpu else DRAFTS
-    if not run.plan.on_gpu:
-        run.say(f"command buffers: {NOT_HERE}; another process executes a program without, twice")
-    made = executed_alone(run.plan, name, run.left)
-    found: dict[str, Any] = {"variant": name}
-    if "crashed" in made:
-        run.say(f"{name}: CRASHED in a process of its own: {made['crashed']}")
-        for line in made.get("last_lines", []):
-            run.say(f"  {line}")
-        return found | made
-    found |= {"executions_equal": made["executions_equal"], "loaded": made["loaded"]}
-    found["beside_drafts"] = greedy.difference(np.array(made["tokens"]), tokens)
-    twice = "equal" if made["executions_equal"] else "DIFFERENT"
-    run.say(
-        f"{name}, in a process of its own: two executions are {twice}; beside the rounds here:"
-        f" {greedy.told(found['beside_drafts'])}"
+    name = BUFFERS if run.plan.targets_gpu else DRAFTS
+    if not run.plan.targets_gpu:
+        run.print_line(
+            f"command buffers: {NOT_APPLICABLE}; another process executes a program without, twice"
+        )
+    outcome = execute_in_process(run.plan, name, run.seconds_left)
+    record: dict[str, Any] = {"variant": name}
+    if "crashed" in outcome:
+        run.print_line(f"{name}: CRASHED in a process of its own: {outcome['crashed']}")
+        for line in outcome.get("last_lines", []):
+            run.print_line(f"  {line}")
+        return record | outcome
+    record |= {"executions_equal": outcome["executions_equal"], "loaded": outcome["loaded"]}
+    record["beside_drafts"] = greedy.compare_tokens(np.array(outcome["tokens"]), tokens)
+    equality = "equal" if outcome["executions_equal"] else "DIFFERENT"
+    run.print_line(
+        f"{name}, in a process of its own: two executions are {equality}; beside the rounds here:"
+        f" {greedy.describe_difference(record['beside_drafts'])}"
     )
-    return found
+    return record
 
 
-RIGHT = Section(lambda plan: [*kernel_recipes(plan), *greedy.greedy_recipes(plan)], measure_right)
+CORRECTNESS_SECTION = Section(
+    lambda plan: [*kernel_recipes(plan), *greedy.greedy_recipes(plan)], measure_correctness
+)

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.gpu.cells import Cell
-from jaxspec.bench.gpu.device import wait_for
-from jaxspec.bench.gpu.options import REPEATS, GpuOptions
+from jaxspec.bench.gpu.device import wait_for_arrays
+from jaxspec.bench.gpu.options import TIMED_SLICES, GpuOptions
 from jaxspec.bench.gpu.programs import Recipe
-from jaxspec.bench.gpu.run import NOT_HERE, GpuRun, Plan, Section
-from jaxspec.bench.measure import draw_rounds
-from jaxspec.bench.roofline import work_of
+from jaxspec.bench.gpu.run import NOT_APPLICABLE, GpuPlan, GpuRun, Section
+from jaxspec.bench.measure import build_rounds_table
+from jaxspec.bench.roofline import decode_work
 from jaxspec.mesh import replicated
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.state import FAILED, RUNNING, Ready
 
-MOST_ROUNDS = 32
+MAX_SLICE_ROUNDS = 32
 """Of a slice."""
 
 
@@ -34,123 +34,135 @@ def headline_cells(options: GpuOptions) -> list[Cell]:
 
 def variant_cells(options: GpuOptions) -> list[Cell]:
     """Other draft lengths, the full draft vocabulary, and command buffers."""
-    length, new, vocab = options.draft_length, options.new, options.draft_vocab
-    most = options.few[-1]
-    found = [
-        Cell(rows, other, new, vocab) for rows in options.few for other in options.other_lengths
+    length, new_tokens, vocab = options.draft_length, options.new, options.draft_vocab
+    last_rows = options.few[-1]
+    cells = [
+        Cell(rows, other_length, new_tokens, vocab)
+        for rows in options.few
+        for other_length in options.other_lengths
     ]
     if vocab:
-        found.append(Cell(most, length, new, 0))
-    graphs = dict.fromkeys((options.rows[0], most))
-    return found + [Cell(rows, length, new, vocab, graphs=True) for rows in graphs]
+        cells.append(Cell(last_rows, length, new_tokens, 0))
+    buffer_rows = dict.fromkeys((options.rows[0], last_rows))
+    return cells + [
+        Cell(rows, length, new_tokens, vocab, command_buffers=True) for rows in buffer_rows
+    ]
 
 
 def answer_cells(options: GpuOptions) -> list[Cell]:
     """Whole answers, plain and with drafts."""
     lengths = 0, options.draft_length
-    return [Cell(options.few[-1], each, options.answer, options.draft_vocab) for each in lengths]
-
-
-def can_run(plan: Plan, cell: Cell) -> bool:
-    """Whether the device has what a cell asks for."""
-    return plan.on_gpu or not cell.graphs
-
-
-def recipes_of(plan: Plan, cells: Sequence[Cell]) -> list[Recipe]:
-    """The programs of cells, those that several share once."""
-    listed = [
-        recipe for cell in cells if can_run(plan, cell) for recipe in plan.cells.recipes(cell)
+    return [
+        Cell(options.few[-1], length, options.answer, options.draft_vocab) for length in lengths
     ]
-    return list({recipe.name: recipe for recipe in listed}.values())
+
+
+def can_run(plan: GpuPlan, cell: Cell) -> bool:
+    """Whether the device has what a cell asks for."""
+    return plan.targets_gpu or not cell.command_buffers
+
+
+def cell_recipes(plan: GpuPlan, cells: Sequence[Cell]) -> list[Recipe]:
+    """The programs of cells, those that several share once."""
+    recipes = [
+        recipe for cell in cells if can_run(plan, cell) for recipe in plan.cells.list_recipes(cell)
+    ]
+    return list({recipe.name: recipe for recipe in recipes}.values())
 
 
 # ---- timing
 
 
-def rounds(run: GpuRun, count: int) -> jax.Array:
+def place_round_count(run: GpuRun, count: int) -> jax.Array:
     """A number of rounds, as their program takes it."""
     return jax.device_put(jnp.int32(count), replicated(run.plan.mesh))
 
 
 def time_rounds(run: GpuRun, cell: Cell) -> dict[str, Any]:
     """Times slices of rounds of all rows, none of which ends meanwhile."""
-    prefill, advance = run.get(cell.prefill_name), run.get(cell.rounds_name)
-    ready, prompts = run.cells.ready(cell), run.cells.prompts(cell)
-    certain = cell.new // (cell.length + 1)
-    warm = max(1, certain // 8)
-    count = max(1, min(MOST_ROUNDS, (certain - warm) // REPEATS))
-    seconds, kept = [], []
-    with run.programs.quiet():
-        wait_for(prefill.program(ready, prompts))  # its kernels are loaded then
-        began = time.perf_counter()
-        running = wait_for(prefill.program(ready, prompts))
-        prefill_seconds = time.perf_counter() - began
-        running = wait_for(advance.program(ready, running, rounds(run, warm)))
-        before = first = _lengths(running)
-        for _ in range(REPEATS):
-            slice_rounds = rounds(run, count)
-            began = time.perf_counter()
-            running = wait_for(advance.program(ready, running, slice_rounds))
-            seconds.append((time.perf_counter() - began) / count)
-            after = _lengths(running)
-            kept.append(float(np.mean(after - before)) / count)
-            before = after
-    found = _described(run, cell, ready, float(np.median(seconds)), float(np.mean(kept)))
-    depth = float(np.mean((first + before) / 2))
-    work = _bytes_of_round(run, cell, ready, depth)
-    share = work / found["round_s"] / run.bandwidth if run.bandwidth else None
-    status = np.asarray(running.rollout.status)
+    prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
+    weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
+    min_rounds = cell.new_tokens // (cell.draft_length + 1)
+    warmup_rounds = max(1, min_rounds // 8)
+    slice_rounds = max(1, min(MAX_SLICE_ROUNDS, (min_rounds - warmup_rounds) // TIMED_SLICES))
+    round_seconds, tokens_per_round = [], []
+    with run.programs.pause_compiling():
+        wait_for_arrays(prefill.program(weights, prompts))  # its kernels are loaded then
+        start_time = time.perf_counter()
+        decode_state = wait_for_arrays(prefill.program(weights, prompts))
+        prefill_seconds = time.perf_counter() - start_time
+        decode_state = wait_for_arrays(
+            advance.program(weights, decode_state, place_round_count(run, warmup_rounds))
+        )
+        previous_lengths = first_lengths = _row_lengths(decode_state)
+        for _ in range(TIMED_SLICES):
+            count_array = place_round_count(run, slice_rounds)
+            start_time = time.perf_counter()
+            decode_state = wait_for_arrays(advance.program(weights, decode_state, count_array))
+            round_seconds.append((time.perf_counter() - start_time) / slice_rounds)
+            lengths = _row_lengths(decode_state)
+            tokens_per_round.append(float(np.mean(lengths - previous_lengths)) / slice_rounds)
+            previous_lengths = lengths
+    row = _describe_rounds(
+        run, cell, weights, float(np.median(round_seconds)), float(np.mean(tokens_per_round))
+    )
+    mean_length = float(np.mean((first_lengths + previous_lengths) / 2))
+    read_bytes = _round_bytes(run, cell, weights, mean_length)
+    share = read_bytes / row["round_s"] / run.peak_bandwidth if run.peak_bandwidth else None
+    status = np.asarray(decode_state.rollout.status)
     return {
-        **found,
-        "round_s_all": seconds,
+        **row,
+        "round_s_all": round_seconds,
         "prefill_s": prefill_seconds,
         "prefill_tokens_per_s": cell.rows * run.options.prompt / prefill_seconds,
-        "bytes": work,
+        "bytes": read_bytes,
         "bandwidth_share": share,
-        "loaded": advance.loaded,
-        "without_kernels": advance.plain,
-        **_trouble(status, RUNNING),
+        "loaded": advance.is_loaded,
+        "without_kernels": advance.without_kernels,
+        **_status_warning(status, RUNNING),
     }
 
 
-def _lengths(running: DecodeState) -> np.ndarray:
-    return np.asarray(running.rollout.lengths)
+def _row_lengths(decode_state: DecodeState) -> np.ndarray:
+    return np.asarray(decode_state.rollout.lengths)
 
 
-def _trouble(status: np.ndarray, expected: int) -> dict[str, Any]:
+def _status_warning(status: np.ndarray, expected: int) -> dict[str, Any]:
     """Rows that are not as expected, if there are any."""
-    failed, other = np.sum(status == FAILED), np.sum(status != expected)
-    if not other:
+    failures, unexpected = np.sum(status == FAILED), np.sum(status != expected)
+    if not unexpected:
         return {}
-    return {"warning": f"{other} of {len(status)} rows ended otherwise, {failed} not finite"}
+    return {"warning": f"{unexpected} of {len(status)} rows ended otherwise, {failures} not finite"}
 
 
-def _described(
-    run: GpuRun, cell: Cell, ready: Ready, seconds: float, kept: float
+def _describe_rounds(
+    run: GpuRun, cell: Cell, weights: Ready, seconds: float, tokens_per_round: float
 ) -> dict[str, Any]:
-    notes = ["full vocabulary"] * bool(cell.length and not cell.vocab and run.options.draft_vocab)
-    notes += ["command buffers"] * cell.graphs
+    notes = ["full vocabulary"] * bool(
+        cell.draft_length and not cell.draft_vocab and run.options.draft_vocab
+    )
+    notes += ["command buffers"] * cell.command_buffers
     return {
         "live": cell.rows,
-        "K": cell.length,
+        "K": cell.draft_length,
         "note": ", ".join(notes),
         "round_s": seconds,
-        "tokens_per_pass": kept,
-        "tokens_per_s": cell.rows * kept / seconds,
+        "tokens_per_pass": tokens_per_round,
+        "tokens_per_s": cell.rows * tokens_per_round / seconds,
     }
 
 
-def _bytes_of_round(run: GpuRun, cell: Cell, ready: Ready, depth: float) -> float:
+def _round_bytes(run: GpuRun, cell: Cell, weights: Ready, mean_length: float) -> float:
     """Bytes that a round must read: the policy's weights and caches once, the draft's weights once
     for each draft."""
-    width = jnp.dtype(run.options.dtype).itemsize
-    policy = work_of(run.options.policy, cell.rows, depth, width).bytes
-    leaves = jax.tree.leaves(ready.drafter.network)
-    draft = sum(leaf.nbytes for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
-    return policy + cell.length * draft
+    itemsize = jnp.dtype(run.options.dtype).itemsize
+    policy_bytes = decode_work(run.options.policy, cell.rows, mean_length, itemsize).read_bytes
+    leaves = jax.tree.leaves(weights.drafter.network)
+    draft_bytes = sum(leaf.nbytes for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+    return policy_bytes + cell.draft_length * draft_bytes
 
 
-def beside_plain(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
+def compare_with_plain(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     """A row of the table with its cost and gain over the plain steps of as many rows."""
     if "round_s" not in row or plain is None or "round_s" not in plain:
         return row
@@ -160,43 +172,52 @@ def beside_plain(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str,
     }
 
 
-def _rows(run: GpuRun, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def _time_cells(run: GpuRun, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Times cells one by one, each beside the plain steps of section 2."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
         if not can_run(run.plan, cell):
-            rows.append(_about(cell) | {"not_applicable": NOT_HERE})
-            run.say(f"{cell.rounds_name}: {NOT_HERE}")
+            rows.append(_cell_keys(cell) | {"not_applicable": NOT_APPLICABLE})
+            run.print_line(f"{cell.rounds_name}: {NOT_APPLICABLE}")
             continue
-        measured = run.attempt(cell.rounds_name, lambda cell=cell: time_rounds(run, cell))
-        known = [*rows, *run.results.get(2).get("rows", [])]
-        plain = [row for row in known if row["live"] == cell.rows and not row["K"]]
-        row = _about(cell) | measured
-        rows.append(beside_plain(row, plain[0] if plain else row if not cell.length else None))
+        timing = run.attempt_part(cell.rounds_name, lambda cell=cell: time_rounds(run, cell))
+        earlier_rows = [*rows, *run.results.get_section(2).get("rows", [])]
+        plain_rows = [row for row in earlier_rows if row["live"] == cell.rows and not row["K"]]
+        row = _cell_keys(cell) | timing
+        rows.append(
+            compare_with_plain(
+                row, plain_rows[0] if plain_rows else row if not cell.draft_length else None
+            )
+        )
         if "warning" in row:
-            run.say(f"warning: {cell.rounds_name}: {row['warning']}")
+            run.print_line(f"warning: {cell.rounds_name}: {row['warning']}")
     return rows
 
 
-def _about(cell: Cell) -> dict[str, Any]:
-    return {"live": cell.rows, "K": cell.length, "vocab": cell.vocab, "graphs": cell.graphs}
+def _cell_keys(cell: Cell) -> dict[str, Any]:
+    return {
+        "live": cell.rows,
+        "K": cell.draft_length,
+        "vocab": cell.draft_vocab,
+        "graphs": cell.command_buffers,
+    }
 
 
-def _print(run: GpuRun, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    run.screen.print(draw_rounds([row for row in rows if "round_s" in row], title))
+def _print_table(run: GpuRun, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    run.screen.print(build_rounds_table([row for row in rows if "round_s" in row], title))
 
 
 def measure_headline(run: GpuRun) -> dict[str, Any]:
     """Section 2."""
-    rows = _rows(run, headline_cells(run.options))
-    _print(run, f"rounds at {run.options.acceptance:g} tokens kept of 3 drafts", rows)
+    rows = _time_cells(run, headline_cells(run.options))
+    _print_table(run, f"rounds at {run.options.acceptance:g} tokens kept of 3 drafts", rows)
     return {"rows": rows}
 
 
 def measure_variants(run: GpuRun) -> dict[str, Any]:
     """Section 3."""
-    rows = _rows(run, variant_cells(run.options))
-    _print(run, "other draft lengths, vocabularies, command buffers", rows)
+    rows = _time_cells(run, variant_cells(run.options))
+    _print_table(run, "other draft lengths, vocabularies, command buffers", rows)
     return {"rows": rows}
 
 
@@ -205,27 +226,31 @@ def measure_variants(run: GpuRun) -> dict[str, Any]:
 
 def time_answers(run: GpuRun, cell: Cell) -> dict[str, Any]:
     """Answers all prompts to the end, prefill included."""
-    prefill, advance = run.get(cell.prefill_name), run.get(cell.rounds_name)
-    ready, prompts = run.cells.ready(cell), run.cells.prompts(cell)
-    with run.programs.quiet():
+    prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
+    weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
+    with run.programs.pause_compiling():
         # kernels are loaded with the first call
-        wait_for(advance.program(ready, prefill.program(ready, prompts), rounds(run, 1)))
-        began = time.perf_counter()
-        running = wait_for(prefill.program(ready, prompts))
-        middle = time.perf_counter()
-        to_the_end = rounds(run, np.iinfo(np.int32).max)
-        running = wait_for(advance.program(ready, running, to_the_end))
-        end = time.perf_counter()
-    tokens = int(np.sum(_lengths(running) - np.asarray(running.rollout.prompt_lengths)))
-    passes = int(np.sum(running.rollout.statistics.rounds))
-    made = int(np.max(running.round))
+        wait_for_arrays(
+            advance.program(weights, prefill.program(weights, prompts), place_round_count(run, 1))
+        )
+        start_time = time.perf_counter()
+        decode_state = wait_for_arrays(prefill.program(weights, prompts))
+        prefill_end = time.perf_counter()
+        all_rounds = place_round_count(run, np.iinfo(np.int32).max)
+        decode_state = wait_for_arrays(advance.program(weights, decode_state, all_rounds))
+        end_time = time.perf_counter()
+    tokens = int(
+        np.sum(_row_lengths(decode_state) - np.asarray(decode_state.rollout.prompt_lengths))
+    )
+    passes = int(np.sum(decode_state.rollout.statistics.rounds))
+    round_count = int(np.max(decode_state.round))
     return {
-        "prefill_s": middle - began,
-        "round_s": (end - middle) / made,
-        "seconds": end - began,
+        "prefill_s": prefill_end - start_time,
+        "round_s": (end_time - prefill_end) / round_count,
+        "seconds": end_time - start_time,
         "tokens": tokens,
         "tokens_per_pass": tokens / passes,
-        "tokens_per_s": tokens / (end - began),
+        "tokens_per_s": tokens / (end_time - start_time),
     }
 
 
@@ -233,15 +258,21 @@ def measure_answers(run: GpuRun) -> dict[str, Any]:
     """Section 4."""
     rows: list[dict[str, Any]] = []
     for cell in answer_cells(run.options):
-        name = f"answers of {cell.words}"
-        row = _about(cell) | run.attempt(name, lambda cell=cell: time_answers(run, cell))
-        rows.append(beside_plain(row, rows[0] if rows else row))
+        name = f"answers of {cell.label}"
+        row = _cell_keys(cell) | run.attempt_part(name, lambda cell=cell: time_answers(run, cell))
+        rows.append(compare_with_plain(row, rows[0] if rows else row))
     options = run.options
     title = f"{options.few[-1]} answers of {options.answer} tokens, prefill included in tokens/s"
-    _print(run, title, rows)
+    _print_table(run, title, rows)
     return {"rows": rows}
 
 
-HEADLINE = Section(lambda plan: recipes_of(plan, headline_cells(plan.options)), measure_headline)
-VARIANTS = Section(lambda plan: recipes_of(plan, variant_cells(plan.options)), measure_variants)
-ANSWERS = Section(lambda plan: recipes_of(plan, answer_cells(plan.options)), measure_answers)
+HEADLINE_SECTION = Section(
+    lambda plan: cell_recipes(plan, headline_cells(plan.options)), measure_headline
+)
+VARIANTS_SECTION = Section(
+    lambda plan: cell_recipes(plan, variant_cells(plan.options)), measure_variants
+)
+ANSWERS_SECTION = Section(
+    lambda plan: cell_recipes(plan, answer_cells(plan.options)), measure_answers
+)

@@ -8,150 +8,158 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from jaxspec.bench.gpu.device import DeviceMemory, wait_for
+from jaxspec.bench.gpu.device import DeviceMemory, wait_for_arrays
 from jaxspec.bench.gpu.run import GpuRun, Section
-from jaxspec.bench.gpu.sections.grpo import PHASES, Mode
-from jaxspec.bench.gpu.sections.rounds import rounds
-from jaxspec.bench.step import learning_work
-from jaxspec.host import memory
+from jaxspec.bench.gpu.sections.grpo import PHASES, StepMode
+from jaxspec.bench.gpu.sections.rounds import place_round_count
+from jaxspec.bench.step import learning_flops
+from jaxspec.host import fit
 from jaxspec.state import Rollout, TrainState
 
-LEARNINGS = 3
-FROZEN = 2 / 3
+LEARN_CALLS = 3
+FROZEN_FLOPS_SHARE = 2 / 3
 """Share of learning's operations where weights have adapters: none for gradients of weights."""
 
 
-def _timed(seconds: dict[str, float], phase: str, function: Callable, *arguments: Any) -> Any:
+def _time_phase(seconds: dict[str, float], phase: str, function: Callable, *arguments: Any) -> Any:
     """Runs a phase to its end against the clock."""
-    began = time.perf_counter()
-    found = wait_for(function(*arguments))
-    seconds[phase] = time.perf_counter() - began
-    return found
+    start_time = time.perf_counter()
+    result = wait_for_arrays(function(*arguments))
+    seconds[phase] = time.perf_counter() - start_time
+    return result
 
 
-class _Stepper:
+class _PhaseStepper:
     """Steps of one mode, phase by phase."""
 
-    def __init__(self, run: GpuRun, mode: Mode) -> None:
+    def __init__(self, run: GpuRun, mode: StepMode) -> None:
         """Waits for its programs, and makes the state."""
         self._run, self.mode, self.step = run, mode, mode.step
         self.programs = {
-            phase: run.get(mode.name(phase)).program for phase in ("start", *PHASES, "logprobs")
+            phase: run.get_program(mode.program_name(phase)).program
+            for phase in ("start", *PHASES, "logprobs")
         }
-        self.state: TrainState = self.programs["start"](*mode.weights())
+        self.state: TrainState = self.programs["start"](*mode.random_networks())
         self.gap: tuple[float, float] | None = None
 
-    def __call__(self, number: int) -> tuple[dict[str, float], dict[str, float]]:
+    def __call__(self, call_index: int) -> tuple[dict[str, float], dict[str, float]]:
         """Generates and learns; returns the phases' seconds, and what the rollout was like."""
         programs, seconds = self.programs, {}
-        ready = _timed(seconds, "prepare", programs["prepare"], self.state)
-        prompts = self.mode.prompts(number)
-        running = _timed(seconds, "prefill", programs["prefill"], ready, prompts)
-        to_the_end = rounds(self._run, np.iinfo(np.int32).max)
-        running = _timed(seconds, "rounds", programs["rounds"], ready, running, to_the_end)
-        rollout = self.step.generator.collect(ready, running)
+        weights = _time_phase(seconds, "prepare", programs["prepare"], self.state)
+        prompts = self.mode.make_prompts(call_index)
+        decode_state = _time_phase(seconds, "prefill", programs["prefill"], weights, prompts)
+        all_rounds = place_round_count(self._run, np.iinfo(np.int32).max)
+        decode_state = _time_phase(
+            seconds, "rounds", programs["rounds"], weights, decode_state, all_rounds
+        )
+        rollout = self.step.generator.collect(weights, decode_state)
         # the learner needs their room
-        del ready, running
-        about = _described(rollout)
-        finished = self.mode.finished(rollout, number)
+        del weights, decode_state
+        rollout_figures = _describe_rollout(rollout)
+        finished = self.mode.score_rollout(rollout, call_index)
         if self.gap is None:
             mean, largest = programs["logprobs"](self.state, finished)
             self.gap = float(mean), float(largest)
-        self.state, metrics = _timed(seconds, "learn", programs["learn"], self.state, finished)
-        return seconds, about | {"packing": float(metrics["learner/packing"])}
+        self.state, metrics = _time_phase(seconds, "learn", programs["learn"], self.state, finished)
+        return seconds, rollout_figures | {"packing": float(metrics["learner/packing"])}
 
 
-def _described(rollout: Rollout) -> dict[str, float]:
+def _describe_rollout(rollout: Rollout) -> dict[str, float]:
     tokens = float(np.sum(np.asarray(rollout.lengths) - np.asarray(rollout.prompt_lengths)))
     passes = float(np.sum(rollout.statistics.rounds))
     return {"tokens": tokens, "tokens_per_pass": tokens / passes}
 
 
-def _measured_step(run: GpuRun, mode: Mode) -> dict[str, Any]:
+def _time_step(run: GpuRun, mode: StepMode) -> dict[str, Any]:
     """Seconds of a step by phase, the gap between rollout and learner, and memory."""
-    with DeviceMemory(run.device) as taken:
-        stepper = _Stepper(run, mode)
-        with run.programs.quiet():
+    with DeviceMemory(run.device) as device_memory:
+        stepper = _PhaseStepper(run, mode)
+        with run.programs.pause_compiling():
             # the first step loads the programs' kernels
             stepper(0)
-            seconds, about = stepper(1)
+            seconds, rollout_figures = stepper(1)
     assert stepper.gap is not None
-    total = sum(seconds.values())
-    generation = seconds["prefill"] + seconds["rounds"]
-    predicted = _predicted(stepper)
+    total_seconds = sum(seconds.values())
+    generation_seconds = seconds["prefill"] + seconds["rounds"]
+    predicted_memory = _predict_memory(stepper)
     return {
-        "seconds": total,
+        "seconds": total_seconds,
         "phases_s": seconds,
-        "generation_s": generation,
-        "generation_share": generation / total,
-        **about,
+        "generation_s": generation_seconds,
+        "generation_share": generation_seconds / total_seconds,
+        **rollout_figures,
         "logprob_gap_mean": stepper.gap[0],
         "logprob_gap_largest": stepper.gap[1],
-        "memory_peak": taken.peak or None,
-        **predicted,
+        "memory_peak": device_memory.peak or None,
+        **predicted_memory,
     }
 
 
-def _predicted(stepper: _Stepper) -> dict[str, Any]:
+def _predict_memory(stepper: _PhaseStepper) -> dict[str, Any]:
     """Memory as the compiled programs and shapes say it, as a run's start and `check` do."""
     programs = stepper.programs
-    named = {
+    programs_by_name = {
         "train": programs["learn"],
         "prepare": programs["prepare"],
         "prefill": programs["prefill"],
         "slice": programs["rounds"],
     }
-    owners = memory.parts(stepper.step, stepper.mode.options.step_prompts, named)
+    memory_parts = fit.parts(stepper.step, stepper.mode.options.step_prompts, programs_by_name)
     return {
-        "memory_predicted": sum(part.size for part in owners),
-        "memory_owners": {part.name: part.size for part in owners},
+        "memory_predicted": sum(entry.size for entry in memory_parts),
+        "memory_owners": {entry.name: entry.size for entry in memory_parts},
     }
 
 
 def measure_steps(run: GpuRun) -> dict[str, Any]:
     """Section 5."""
     run.cells.drop_weights()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for speculative in (False, True):
-        mode = Mode(run.plan, speculative)
+        mode = StepMode(run.plan, speculative)
         name = "speculative" if speculative else "plain"
-        found[name] = run.attempt(f"a {name} step", lambda mode=mode: _measured_step(run, mode))
-    plain, fast = found["plain"], found["speculative"]
+        results[name] = run.attempt_part(f"a {name} step", lambda mode=mode: _time_step(run, mode))
+    plain, fast = results["plain"], results["speculative"]
     if "seconds" in plain and "seconds" in fast:
-        found["speedup_step"] = plain["seconds"] / fast["seconds"]
-        found["speedup_generation"] = plain["generation_s"] / fast["generation_s"]
-    run.screen.print(_steps_table(run, found))
-    return found
+        results["speedup_step"] = plain["seconds"] / fast["seconds"]
+        results["speedup_generation"] = plain["generation_s"] / fast["generation_s"]
+    run.screen.print(_steps_table(run, results))
+    return results
 
 
-def _steps_table(run: GpuRun, found: dict[str, Any]) -> Table:
+def _steps_table(run: GpuRun, results: dict[str, Any]) -> Table:
     options = run.options
-    size = "1.7b" if options.step_model == "1.7b" else options.size
-    what = "LoRA 16" if options.lora_rank else "all weights"
+    model_size = "1.7b" if options.step_model == "1.7b" else options.size
+    weights_text = "LoRA 16" if options.lora_rank else "all weights"
     title = (
-        f"a GRPO step of {size} ({what}), {options.step_prompts} x {options.group} answers of"
-        f" {options.step_new} tokens"
+        f"a GRPO step of {model_size} ({weights_text}), {options.step_prompts} x {options.group}"
+        f" answers of {options.step_new} tokens"
     )
     table = Table(box=box.SIMPLE, title=title, title_justify="left", padding=0, show_edge=False)
     table.add_column("", no_wrap=True)
     for heading in ("step", *PHASES, "share", "tokens\na pass", "gap\nmean", "gap\nmax"):
         table.add_column(heading, justify="right")
     for name in ("plain", "speculative"):
-        row = found[name]
+        row = results[name]
         if "seconds" in row:
             seconds = (f"{row['phases_s'][phase]:.3f}" for phase in PHASES)
             gaps = row["logprob_gap_mean"], row["logprob_gap_largest"]
-            share, kept = f"{row['generation_share']:.0%}", f"{row['tokens_per_pass']:.2f}"
+            share, tokens_per_pass = (
+                f"{row['generation_share']:.0%}",
+                f"{row['tokens_per_pass']:.2f}",
+            )
             table.add_row(
                 name,
                 f"{row['seconds']:.3f} s",
                 *seconds,
                 share,
-                kept,
+                tokens_per_pass,
                 *(f"{gap:.4f}" for gap in gaps),
             )
-    if "speedup_step" in found:
-        gains = f"generation {found['speedup_generation']:.2f}, step {found['speedup_step']:.2f}"
+    if "speedup_step" in results:
+        gains = (
+            f"generation {results['speedup_generation']:.2f}, step {results['speedup_step']:.2f}"
+        )
         table.caption = f"speculation: {gains} times as fast"
         table.caption_justify = "left"
     return table
@@ -160,77 +168,90 @@ def _steps_table(run: GpuRun, found: dict[str, Any]) -> Table:
 # ---- learning
 
 
-def _measured_learning(run: GpuRun) -> dict[str, Any]:
+def _time_learning(run: GpuRun) -> dict[str, Any]:
     """Seconds of learning from rows of full length, and memory while it runs."""
-    mode = Mode(run.plan, speculative=False)
-    start, learn = (run.get(mode.name(phase)).program for phase in ("start", "learn"))
-    with DeviceMemory(run.device) as taken, run.programs.quiet():
-        state = start(*mode.weights())
-        finished = mode.finished(mode.any_rollout(), 0)
-        seconds: list[dict[str, float]] = [{} for _ in range(LEARNINGS)]
+    mode = StepMode(run.plan, speculative=False)
+    start_program, learn_program = (
+        run.get_program(mode.program_name(phase)).program for phase in ("start", "learn")
+    )
+    with DeviceMemory(run.device) as device_memory, run.programs.pause_compiling():
+        state = start_program(*mode.random_networks())
+        finished = mode.score_rollout(mode.full_rollout(), 0)
+        seconds: list[dict[str, float]] = [{} for _ in range(LEARN_CALLS)]
         packing = 0.0
-        for each in seconds:
-            state, metrics = _timed(each, "learn", learn, state, finished)
+        for phase_seconds in seconds:
+            state, metrics = _time_phase(phase_seconds, "learn", learn_program, state, finished)
             packing = float(metrics["learner/packing"])
-    options, read = run.options, mode.read(finished.rollout)
-    best = min(each["learn"] for each in seconds)
-    work = learning_work(options.trained_policy, read) * (FROZEN if options.lora_rank else 1)
-    told = learn.memory_analysis()
-    inputs = told.argument_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
+    options, read_lengths = run.options, mode.read_lengths(finished.rollout)
+    best_seconds = min(phase_seconds["learn"] for phase_seconds in seconds)
+    flops = learning_flops(options.step_policy, read_lengths) * (
+        FROZEN_FLOPS_SHARE if options.lora_rank else 1
+    )
+    program_memory = learn_program.memory_analysis()
+    argument_bytes = (
+        program_memory.argument_size_in_bytes
+        + program_memory.output_size_in_bytes
+        - program_memory.alias_size_in_bytes
+    )
     return {
-        "seconds_all": [each["learn"] for each in seconds],
-        "learn_s": best,
-        "positions": int(read.sum()),
-        "positions_per_s": float(read.sum()) / best,
+        "seconds_all": [phase_seconds["learn"] for phase_seconds in seconds],
+        "learn_s": best_seconds,
+        "positions": int(read_lengths.sum()),
+        "positions_per_s": float(read_lengths.sum()) / best_seconds,
         "micro_batch": mode.step.learner.tokens,
         "packing": packing,
-        "flops_per_s": work / best,
-        "flops_share": work / best / run.flops if run.flops else None,
-        "memory_peak": taken.peak or None,
-        "memory_predicted": inputs + told.temp_size_in_bytes,
+        "flops_per_s": flops / best_seconds,
+        "flops_share": flops / best_seconds / run.peak_flops if run.peak_flops else None,
+        "memory_peak": device_memory.peak or None,
+        "memory_predicted": argument_bytes + program_memory.temp_size_in_bytes,
     }
 
 
 def measure_learning(run: GpuRun) -> dict[str, Any]:
     """Section 6."""
     run.cells.drop_weights()
-    found = run.attempt("learning", lambda: _measured_learning(run))
-    if "learn_s" not in found:
-        return found
-    share = f", {found['flops_share']:.0%} of the measured peak" if found["flops_share"] else ""
-    run.say(
-        f"learning: {found['positions_per_s']:,.0f} positions/s ({found['positions']:,} in"
-        f" {found['learn_s']:.3f} s, micro-batches of {found['micro_batch']:,});"
-        f" {found['flops_per_s'] / 1e12:.3g} TFLOP/s{share}"
+    result = run.attempt_part("learning", lambda: _time_learning(run))
+    if "learn_s" not in result:
+        return result
+    share = f", {result['flops_share']:.0%} of the measured peak" if result["flops_share"] else ""
+    run.print_line(
+        f"learning: {result['positions_per_s']:,.0f} positions/s ({result['positions']:,} in"
+        f" {result['learn_s']:.3f} s, micro-batches of {result['micro_batch']:,});"
+        f" {result['flops_per_s'] / 1e12:.3g} TFLOP/s{share}"
     )
-    steps = run.results.get(5).get("plain", {})
-    for name, row in (("a plain step", steps), ("learning alone", found)):
+    steps = run.results.get_section(5).get("plain", {})
+    for name, row in (("a plain step", steps), ("learning alone", result)):
         if "memory_predicted" in row:
-            run.say(f"memory of {name}: {_memory_words(row)}")
-    return found
+            run.print_line(f"memory of {name}: {_memory_text(row)}")
+    return result
 
 
-def _memory_words(row: dict[str, Any]) -> str:
+def _memory_text(row: dict[str, Any]) -> str:
     predicted, peak = row["memory_predicted"], row["memory_peak"]
     if not peak:
-        return f"predicted {_mib(predicted)}; this device does not say what is in use"
-    return f"at most {_mib(peak)} in use, predicted {_mib(predicted)} ({peak / predicted - 1:+.0%})"
+        return f"predicted {_format_mib(predicted)}; this device does not say what is in use"
+    return (
+        f"at most {_format_mib(peak)} in use, predicted {_format_mib(predicted)}"
+        f" ({peak / predicted - 1:+.0%})"
+    )
 
 
-def _mib(size: int) -> str:
+def _format_mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
 STEPS_SECTION = Section(
     lambda plan: [
-        recipe for speculative in (False, True) for recipe in Mode(plan, speculative).recipes()
+        recipe
+        for speculative in (False, True)
+        for recipe in StepMode(plan, speculative).list_recipes()
     ],
     measure_steps,
 )
-LEARNING = Section(
+LEARNING_SECTION = Section(
     lambda plan: [
         recipe
-        for recipe in Mode(plan, speculative=False).recipes()
+        for recipe in StepMode(plan, speculative=False).list_recipes()
         if recipe.name.startswith(("start", "learn"))
     ],
     measure_learning,

@@ -19,14 +19,14 @@ from jaxspec.config.settings import (
 )
 from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import load_problems, load_sets
-from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rewards.outcome import Outcome, Scores
-from jaxspec.rewards.scorer import Begun, Rows, Scorer, SetScorers
+from jaxspec.rewards.scorer import PendingScores, RewardInputs, Scorer, SetScorers
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import EOS, FAILED, LENGTH, RUNNING, Prompts, Rollout
 from tests.conftest import small_mesh
+from tests.host.batches import Batches, batches_of
 
 PROMPTS, GROUP, NEW = 8, 2, 12
 CONFIG = ResolvedConfig(
@@ -45,12 +45,12 @@ def job() -> Job:
 
 @pytest.fixture
 def batches(job: Job) -> Batches:
-    return Batches(job, load_sets(CONFIG, job.tokenizer))
+    return batches_of(job, load_sets(CONFIG, job.tokenizer))
 
 
 def answered(job: Job, batches: Batches, responses: list[str], status: list[int]) -> Rollout:
     """A rollout of the first training batch in which row i says `responses[i]`."""
-    prompts = batches.train(0)
+    prompts = batches.source.place_training(0)
     like = job.step.nothing_finished(PROMPTS * GROUP).rollout
     tokens = np.zeros(like.tokens.shape, np.int32)
     starts = np.repeat(np.asarray(prompts.lengths), GROUP)
@@ -83,12 +83,15 @@ def questions(job: Job, prompts: Prompts) -> list[str]:
 
 
 def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Batches) -> None:
-    sums = [sum(map(int, text.rstrip("=").split("+"))) for text in questions(job, batches.train(0))]
+    sums = [
+        sum(map(int, text.rstrip("=").split("+")))
+        for text in questions(job, batches.source.place_training(0))
+    ]
     responses = [f"#{total}" if row == 0 else "no #" for total in sums for row in range(GROUP)]
     responses[1] = "12"  # no mark: no answer
     status = [EOS] * len(responses)
     status[2] = FAILED  # would have been right
-    scored = batches.score_training(0, answered(job, batches, responses, status))
+    scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
     wanted = np.array([response.startswith("#") for response in responses], np.float32)
     wanted[2] = 0
     # the second group has one row with a reward, so no difference
@@ -109,8 +112,8 @@ class Fails(Scorer):
         super().__init__()
         self._unknown = rows
 
-    def end(self, begun: Begun) -> Scores:
-        known = np.array([row not in self._unknown for row in range(len(begun.rows.responses))])
+    def collect_scores(self, pending: PendingScores) -> Scores:
+        known = np.array([row not in self._unknown for row in range(len(pending.rows.responses))])
         outcomes = np.where(known, Outcome.CORRECT, Outcome.ERROR).astype(np.int8)
         return Scores(known.astype(np.float32), outcomes, known, "asked to" * (not known.all()))
 
@@ -121,8 +124,8 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
     """They are no zeros, and too many of them end the run."""
     sets = load_sets(CONFIG, job.tokenizer)
     responses, status = ["#1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP
-    batches = Batches(job, sets, SetScorers((Fails({3}),)))
-    scored = batches.score_training(0, answered(job, batches, responses, status))
+    batches = batches_of(job, sets, SetScorers((Fails({3}),)))
+    scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
     valid = np.arange(len(responses)) != 3
     np.testing.assert_array_equal(scored.finished.valid, valid)
     np.testing.assert_array_equal(scored.finished.rewards, valid.astype(np.float32))
@@ -133,9 +136,9 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
         "reward is known of 1 of 16 responses, which are left out: asked to"
         in capsys.readouterr().out
     )
-    batches = Batches(job, sets, SetScorers((Fails({3, 4}),)))
+    batches = batches_of(job, sets, SetScorers((Fails({3, 4}),)))
     with pytest.raises(Diverged, match=r"2 of 16 responses, and .* is 0\.1: asked to"):
-        batches.score_training(0, answered(job, batches, responses, status))
+        batches.scorer.score_training(0, answered(job, batches, responses, status))
 
 
 class Watched(Scorer):
@@ -146,9 +149,9 @@ class Watched(Scorer):
         self.has_workers = True
         self.begun: list[Sequence[str]] = []
 
-    def begin(self, rows: Rows) -> Begun:
+    def submit_rows(self, rows: RewardInputs) -> PendingScores:
         self.begun.append(rows.responses)
-        return super().begin(rows)
+        return super().submit_rows(rows)
 
 
 def test_rows_that_ended_are_judged_while_others_still_generate(job: Job) -> None:
@@ -156,24 +159,24 @@ def test_rows_that_ended_are_judged_while_others_still_generate(job: Job) -> Non
     sets = load_sets(CONFIG, job.tokenizer)
     sums = [
         sum(map(int, text.rstrip("=").split("+")))
-        for text in questions(job, Batches(job, sets).train(0))
+        for text in questions(job, batches_of(job, sets).source.place_training(0))
     ]
     responses = [f"#{total + row % 2}" for row, total in enumerate(np.repeat(sums, GROUP).tolist())]
     status = [EOS] * len(responses)
-    whole = Batches(job, sets)
-    wanted = whole.score_training(0, answered(job, whole, responses, status))
+    whole = batches_of(job, sets)
+    wanted = whole.scorer.score_training(0, answered(job, whole, responses, status))
     scorer = Watched()
-    batches = Batches(job, sets, SetScorers((scorer,)))
+    batches = batches_of(job, sets, SetScorers((scorer,)))
     for running in ({0, 2, 5, 15}, {0, 2, 5, 15}, {5}):
         now = [RUNNING if row in running else EOS for row in range(len(responses))]
-        batches.begin_scoring(answered(job, batches, responses, now))
-    scored = batches.score_training(0, answered(job, batches, responses, status))
+        batches.scorer.begin_scoring(0, answered(job, batches, responses, now))
+    scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
     early = [row for row in range(len(responses)) if row not in (0, 2, 5, 15)]
     assert scorer.begun == [[responses[row] for row in rows] for rows in (early, [0, 2, 15], [5])]
     np.testing.assert_array_equal(scored.finished.rewards, wanted.finished.rewards)
     assert scored.outcomes == wanted.outcomes
     assert scored.samples == wanted.samples
-    again = batches.score_training(0, answered(job, batches, responses, status))
+    again = batches.scorer.score_training(0, answered(job, batches, responses, status))
     assert len(scorer.begun[-1]) == len(responses), "the next rollout begins anew"
     assert again.outcomes == wanted.outcomes
 
@@ -183,20 +186,20 @@ def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
     scored, and so is in its group's baseline, but read by nobody."""
     config = dataclasses.replace(CONFIG, overlong=OverlongConfig(filter=True, buffer=0.5))
     job = make_job(config, small_mesh(4, 2))
-    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
+    batches = batches_of(job, load_sets(CONFIG, job.tokenizer))
     responses = ["1"] * PROMPTS * GROUP
     responses[3], responses[5] = "1" * 8, "1" * 11
     status = [EOS] * len(responses)
     status[5] = LENGTH
     rollout = answered(job, batches, responses, status)
-    scored = batches.score_training(0, rollout)
+    scored = batches.scorer.score_training(0, rollout)
     wanted = np.zeros(len(responses))
     wanted[[3, 5]] = [-0.5, -1]
     np.testing.assert_allclose(scored.finished.rewards, wanted, atol=1e-6)
     assert scored.reward == 0
     assert scored.outcomes["reward/overlong"] == pytest.approx(-1.5 / 16)
     assert np.asarray(scored.finished.valid).all()
-    for finished in (scored.finished, batches.replanned(scored.finished)):
+    for finished in (scored.finished, batches.scorer.plan(scored.finished)):
         plan = finished.plan
         read = np.asarray(plan.order)[(np.asarray(plan.micro) >= 0).any(0)]
         assert sorted(read.tolist()) == [row for row in range(len(responses)) if row != 5]
@@ -206,10 +209,12 @@ def test_groups_are_compared_before_the_length_penalty(job: Job) -> None:
     """Two wrong answers of different lengths say nothing of the problem."""
     config = dataclasses.replace(CONFIG, overlong=OverlongConfig(buffer=0.5))
     job = make_job(config, small_mesh(4, 2))
-    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
+    batches = batches_of(job, load_sets(CONFIG, job.tokenizer))
     responses = ["1"] * PROMPTS * GROUP
     responses[3] = "1" * 8
-    scored = batches.score_training(0, answered(job, batches, responses, [EOS] * len(responses)))
+    scored = batches.scorer.score_training(
+        0, answered(job, batches, responses, [EOS] * len(responses))
+    )
     assert np.asarray(scored.finished.rewards)[3] < 0
     assert not scored.differing.any()
 
@@ -217,20 +222,20 @@ def test_groups_are_compared_before_the_length_penalty(job: Job) -> None:
 def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
     config = dataclasses.replace(CONFIG, overlong=OverlongConfig(filter=True))
     job = make_job(config, small_mesh(4, 2))
-    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
+    batches = batches_of(job, load_sets(CONFIG, job.tokenizer))
     responses = ["1"] * PROMPTS * GROUP
     for status, learn in (([LENGTH] * len(responses), False), ([FAILED] * len(responses), True)):
         # where all failed, an update is skipped and counted
-        scored = batches.score_training(0, answered(job, batches, responses, status))
+        scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
         assert bool(scored.finished.learn) == learn
 
 
 def test_a_mini_batch_has_whole_groups(job: Job) -> None:
     config = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, mini_batches=4))
     job = make_job(config, small_mesh(4, 2))
-    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
+    batches = batches_of(job, load_sets(CONFIG, job.tokenizer))
     rollout = answered(job, batches, ["1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP)
-    plan = batches.score_training(0, rollout).finished.plan
+    plan = batches.scorer.score_training(0, rollout).finished.plan
     order, micro = np.asarray(plan.order), np.asarray(plan.micro)
     assert micro.shape == (4, PROMPTS * GROUP)
     for number in range(4):
@@ -240,7 +245,7 @@ def test_a_mini_batch_has_whole_groups(job: Job) -> None:
 def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(
     job: Job, batches: Batches
 ) -> None:
-    scored = batches.score_training(
+    scored = batches.scorer.score_training(
         0, answered(job, batches, ["#1"] * PROMPTS * GROUP, [FAILED] * PROMPTS * GROUP)
     )
     assert np.isnan([scored.reward, *scored.outcomes.values()]).all()
@@ -248,9 +253,9 @@ def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(
 
 
 def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:
-    again = Batches(job, load_sets(CONFIG, job.tokenizer))
-    first, second = batches.train(0), batches.train(1)
-    np.testing.assert_array_equal(first.tokens, again.train(0).tokens)
+    again = batches_of(job, load_sets(CONFIG, job.tokenizer))
+    first, second = batches.source.place_training(0), batches.source.place_training(1)
+    np.testing.assert_array_equal(first.tokens, again.source.place_training(0).tokens)
     assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
     assert (int(first.stream), int(first.batch), int(second.batch)) == (0, 0, 1)
 
@@ -258,11 +263,11 @@ def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:
 def test_an_evaluation_asks_what_it_is_given(job: Job, batches: Batches) -> None:
     _, held_out = load_problems(CONFIG.data, job.tokenizer)
     chosen = {place: held_out[8 + place] for place in range(2)}
-    prompts = batches.evaluate(chosen, 3)
+    prompts = batches.source.place_evaluation(chosen, 3)
     assert (int(prompts.stream), int(prompts.batch)) == (1, 3)
     assert np.asarray(prompts.live).tolist() == [True] * 2 + [False] * 6
     assert questions(job, prompts) == [job.tokenizer.decode(held_out[i].ids) for i in (8, 9)]
-    assert not np.asarray(batches.nothing(3).live).any()
+    assert not np.asarray(batches.source.place_nothing(3).live).any()
 
 
 def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
@@ -272,13 +277,13 @@ def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
         CONFIG.rollout, draft=DraftConfig(kind="history"), lookup=LookupConfig(past=GROUP)
     )
     job = make_job(dataclasses.replace(CONFIG, rollout=rollout), small_mesh(4, 2))
-    batches = Batches(job, load_sets(CONFIG, job.tokenizer))
-    before = batches.train(0)
+    batches = batches_of(job, load_sets(CONFIG, job.tokenizer))
+    before = batches.source.place_training(0)
     assert not np.asarray(before.history_lengths).any()
     responses = [f"#{row}" for row in range(PROMPTS * GROUP)]
     answers = answered(job, batches, responses, [EOS] * len(responses))
-    batches.score_training(0, answers)
-    again = batches.train(0)
+    batches.scorer.score_training(0, answers)
+    again = batches.source.place_training(0)
     lengths = np.asarray(again.history_lengths)
     np.testing.assert_array_equal(lengths, np.asarray(answers.lengths).reshape(PROMPTS, GROUP))
     texts = np.asarray(again.history)
@@ -289,13 +294,15 @@ def test_a_problem_brings_its_last_answers_along(job: Job) -> None:
                 texts[place, member, :length],
                 np.asarray(answers.tokens)[place * GROUP + member, :length],
             )
-    assert not np.asarray(batches.train(1).history_lengths).any()
+    assert not np.asarray(batches.source.place_training(1).history_lengths).any()
     assert not np.asarray(
-        batches.evaluate({0: batches.sets.training[0][0]}, 0).history_lengths
+        batches.source.place_evaluation({0: batches.source.sets.training[0][0]}, 0).history_lengths
     ).any()
-    resumed = Batches(job, load_sets(CONFIG, job.tokenizer))
-    resumed.history.load(batches.history.keepers, [batches.history.dump()])
-    np.testing.assert_array_equal(resumed.train(0).history, texts)
+    resumed = batches_of(job, load_sets(CONFIG, job.tokenizer))
+    resumed.source.history.restore_answers(
+        batches.source.history.owners, [batches.source.history.encode_answers()]
+    )
+    np.testing.assert_array_equal(resumed.source.place_training(0).history, texts)
 
 
 class Few(Problems):
@@ -317,13 +324,13 @@ def test_a_problem_that_a_batch_asks_twice_brings_the_answers_of_its_last_place(
     )
     job = make_job(dataclasses.replace(CONFIG, rollout=rollout), small_mesh(4, 2))
     sets = load_sets(CONFIG, job.tokenizer)
-    batches = Batches(job, sets._replace(training=(Few(sets.training[0]),)))
-    asked = questions(job, batches.train(0))
+    batches = batches_of(job, sets._replace(training=(Few(sets.training[0]),)))
+    asked = questions(job, batches.source.place_training(0))
     assert len({*asked}) == 3
     last = {question: place for place, question in enumerate(asked)}
     responses = [f"#{row}" for row in range(PROMPTS * GROUP)]
-    batches.score_training(0, answered(job, batches, responses, [EOS] * len(responses)))
-    after = batches.train(1)
+    batches.scorer.score_training(0, answered(job, batches, responses, [EOS] * len(responses)))
+    after = batches.source.place_training(1)
     for place, question in enumerate(questions(job, after)):
         for member in range(GROUP):
             length = int(after.history_lengths[place, member])

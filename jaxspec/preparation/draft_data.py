@@ -19,7 +19,7 @@ from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.texts import TextFile
 from jaxspec.host.job import Job
-from jaxspec.host.runner import abstract_prompts, put
+from jaxspec.host.programs import abstract_prompts, put
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
@@ -71,7 +71,7 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     # those of the config are for other prompts
     plain = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
     alone = dataclasses.replace(plain, past=0)
-    stream = load_sets(config, job.tokenizer, answers=False).stream(config.seed)
+    stream = load_sets(config, job.tokenizer, require_answers=False).make_stream(config.seed)
     like = abstract_prompts(alone, rows)
 
     @partial(jax.jit, out_shardings=meshes.replicated(job.mesh))
@@ -118,7 +118,7 @@ def training_text(
     if not offline.text:
         return None
     file = TextFile(offline.text, tokenizer, bool(config.data.tokenizer), length)
-    return Rows(*file.read(offline.steps * offline.rows, rng, say))
+    return Rows(*file.read_rows(offline.steps * offline.rows, rng, say))
 
 
 def joined(batches: Sequence[Rows]) -> Rows:

@@ -10,7 +10,10 @@ import pytest
 from jaxspec.config.settings import DraftConfig, EngineConfig, OfflineConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets
-from jaxspec.host.draft_data import (
+from jaxspec.host.job import Job, make_job
+from jaxspec.inputs.checked import ConfigError
+from jaxspec.models.decoder import Decoder
+from jaxspec.preparation.draft_data import (
     Rows,
     answered,
     batch_of,
@@ -22,9 +25,6 @@ from jaxspec.host.draft_data import (
     split,
     vocabulary,
 )
-from jaxspec.host.job import Job, make_job
-from jaxspec.inputs.checked import ConfigError
-from jaxspec.models.decoder import Decoder
 from tests.conftest import small_mesh, tiny_network, with_weights
 from tests.host.training_jobs import END, TOKENIZER, a_config
 from tests.twins import numpy_decoder
@@ -81,7 +81,7 @@ class TestResponder:
     def test_the_training_prompts_are_answered_once_each_as_the_policy_would(self) -> None:
         job = a_job(rollout={"temperature": 0.0, "banned": (5, 6), "min_new_tokens": 2})
         policy = tiny_network(Decoder, job.config.model, scale=2.0)
-        stream = load_sets(job.config, job.tokenizer).stream(job.config.seed)
+        stream = load_sets(job.config, job.tokenizer).make_stream(job.config.seed)
         respond = responder(job, policy)
         for number in (0, 3):
             batch = respond(number)

@@ -19,12 +19,13 @@ from jaxspec.config.settings import DataConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.files import data_digest
 from jaxspec.drafts.kinds import learned
-from jaxspec.hf.pretrained import fingerprint
-from jaxspec.host import draft_data
-from jaxspec.host.draft_data import Rows, answered
+from jaxspec.hf.pretrained import fingerprint_checkpoint
 from jaxspec.host.job import Job
-from jaxspec.host.runner import abstract, placed
-from jaxspec.host.warm_start import (
+from jaxspec.host.programs import abstract, placed
+from jaxspec.models.decoder import Decoder
+from jaxspec.preparation import draft_data
+from jaxspec.preparation.draft_data import Rows, answered
+from jaxspec.preparation.policy import (
     KEEP_COST,
     KEEP_SECONDS,
     KEPT_ON_THE_WAY,
@@ -35,32 +36,31 @@ from jaxspec.host.warm_start import (
     policy_key,
     say_agreement,
 )
-from jaxspec.models.decoder import Decoder
-from jaxspec.processes.process_0 import agreed_by_process_0, require_shared, told_by_process_0
+from jaxspec.processes.process_0 import broadcast_flag, broadcast_number, require_shared_cache
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Metrics
 from jaxspec.rl.train_batch import States, TrainBatch, texts_to_learn
 from jaxspec.state import LearnerState, PyTree, Trained
 from jaxspec.storage.cache import (
     cache_folder,
-    cached_by_all,
     content_key,
+    get_or_build_together,
     load_tree,
+    read_sources,
     save_tree,
-    sources,
 )
-from jaxspec.storage.trees import brought_together
-from jaxspec.system.files import digest, discard, write_whole, writing
+from jaxspec.storage.trees import gather_to_process_0
+from jaxspec.system.files import explain_write_errors, hash_file, remove_path, write_text_atomic
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
-from jaxspec.tokens.tokenizer import FILES
+from jaxspec.tokens.tokenizer import TOKENIZER_FILES
 
 ACCEPTANCE = "acceptance.json"
 """What the draft reached on held-out responses, beside its weights."""
 DEPTHS = 8
 """Depths that are measured at least, so that another draft_length finds its own in the cache."""
 CODE = (
-    *("host/draft_training.py", "host/draft_data.py", "data/problem_source.py"),
+    *("preparation/draft.py", "preparation/draft_data.py", "data/problem_source.py"),
     *("data/messages.py", "data/json_lines.py", "data/problem_file.py", "data/problems.py"),
     *("tokens/stop_strings.py", "tokens/turns.py", "tokens/chat_template.py"),
     "tokens/template_process.py",
@@ -143,15 +143,15 @@ def train(
     if kept is not None:
         trained, done = kept
         # All must leave the loop below together.
-        require_shared(told_by_process_0(int(done)) == int(done), file)
-        progress.say(f"going on at step {int(done)} of {offline.steps}")
+        require_shared_cache(broadcast_number(int(done)) == int(done), file)
+        progress.print_line(f"going on at step {int(done)} of {offline.steps}")
     else:
         trained, done = jax.jit(fresh, out_shardings=layout)()
         if loaded is not None:
             trained = trained.replace(network=loaded)
-        elif draft.own_vocab:
+        elif draft.draft_vocab:
             ids = draft_data.vocabulary(
-                rows, draft.own_vocab, config.model.vocab, job.tokenizer.stop_ids
+                rows, draft.draft_vocab, config.model.vocab, job.tokenizer.stop_ids
             )
             choose = learned(draft.kind).with_vocabulary
             assert choose is not None, "only such kinds are given a vocabulary"
@@ -162,7 +162,7 @@ def train(
         batch, known = draft_data.batch_of((rows, states), number, offline.rows, config.seed)
         texts = texts_to_learn(batch.tokens, batch.mask, mesh, learner.tokens, known)
         trained, metrics = call(trained, policy, texts)
-        if agreed_by_process_0(time.monotonic() - last >= pause):
+        if broadcast_flag(time.monotonic() - last >= pause):
             began = time.monotonic()
             _keep(file, (trained, np.int32(number + 1)))
             last = time.monotonic()
@@ -184,14 +184,14 @@ def _kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
     """What `_keep` wrote, with the layout of `abstract`; None where there is no such file, or a
     damaged one, which is discarded. Process 0 answers for all."""
     kept = load_kept(file, abstract, progress) if jax.process_index() == 0 else None
-    if not agreed_by_process_0(kept is not None):
+    if not broadcast_flag(kept is not None):
         return None
     return load_tree(file, abstract) if kept is None else kept
 
 
 def _keep(file: Path, tree: PyTree) -> None:
     """Writes a tree to a file, in process 0; all processes call it."""
-    tree = brought_together(tree)
+    tree = gather_to_process_0(tree)
     if jax.process_index() == 0:
         save_tree(file, tree)
 
@@ -245,11 +245,11 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     began, then = time.perf_counter(), KEPT_ON_THE_WAY
     me = jax.process_index()
     if me == 0:
-        with writing(
+        with explain_write_errors(
             f"{partial} cannot be made", "free some space or name another folder with JAXSPEC_CACHE"
         ):
             if not partial.is_dir():
-                discard(partial)
+                remove_path(partial)
             partial.mkdir(exist_ok=True)
     shapes = abstract(job.step, job.config.batch.prompts)[0].learner.draft
     assert shapes is not None, "build is only called for a draft with weights"
@@ -261,7 +261,7 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     numbers = [*(() if text else ours), *held_out]
     with (
         Progress("sampling", len(numbers) * offline.rows, me) as progress,
-        interrupt.nothing_unsaved("sampling", progress.stop, then=then),
+        interrupt.exit_on_signal("sampling", progress.stop, consequence=then),
     ):
         batches = collect(job, policy, numbers, partial, progress)
     rows = text or draft_data.in_use([batches[number] for number in ours])
@@ -277,12 +277,12 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
     if draft_data.states_fit(job, rows):
         with (
             Progress("reading", len(rows.tokens), me) as progress,
-            interrupt.nothing_unsaved("reading the responses", progress.stop, then=then),
+            interrupt.exit_on_signal("reading the responses", progress.stop, consequence=then),
         ):
             states = draft_data.read_states(job, policy, rows, _micro(job), progress)
     with (
         Progress("draft", offline.steps, me) as progress,
-        interrupt.nothing_unsaved("training the draft", progress.stop, then=then),
+        interrupt.exit_on_signal("training the draft", progress.stop, consequence=then),
     ):
         network = train(job, policy, rows, partial, progress, loaded, states)
     outcome: dict[str, Any] = {
@@ -291,17 +291,17 @@ def build(job: Job, interrupt: Interrupt, text: Rows | None, partial: Path, fold
         "vocabulary": None,
         "coverage": None,
     }
-    if draft.own_vocab:
-        ids = brought_together(learned(draft.kind).unroll.vocabulary(network))
+    if draft.draft_vocab:
+        ids = gather_to_process_0(learned(draft.kind).unroll.vocabulary(network))
         if me == 0:
             outcome |= {"vocabulary": len(ids), "coverage": draft_data.coverage(measured, ids)}
-    with interrupt.nothing_unsaved("measuring the draft", then=then):
+    with interrupt.exit_on_signal("measuring the draft", consequence=then):
         outcome["acceptance"] = measure(
             job, policy, network, draft_data.in_batches(measured, offline.rows)
         )
         _keep(folder / WEIGHTS, network)
         if me == 0:
-            write_whole(folder / ACCEPTANCE, json.dumps(outcome) + "\n")
+            write_text_atomic(folder / ACCEPTANCE, json.dumps(outcome) + "\n")
     by_length = tokens_kept(outcome["acceptance"][: draft.max_draft_length])
     would = (
         f"rounds of {len(by_length)} draft{'s' * (len(by_length) > 1)} would keep"
@@ -339,8 +339,8 @@ def cached_draft(job: Job, interrupt: Interrupt, text: Rows | None) -> Path:
             forget()
             raise
 
-    with interrupt.nothing_unsaved("looking for the draft"):
-        folder = cached_by_all(key, build_here, job.say)
+    with interrupt.exit_on_signal("looking for the draft"):
+        folder = get_or_build_together(key, build_here, job.say)
         forget()
     return folder / WEIGHTS
 
@@ -350,7 +350,7 @@ def _key(job: Job, text: Rows | None) -> str:
     network, training, code."""
     config = job.config
     folder = config.data.tokenizer
-    tokenizer = _digest([Path(folder) / name for name in FILES] if folder else [])
+    tokenizer = _digest([Path(folder) / name for name in TOKENIZER_FILES] if folder else [])
     data = [(each.weight, _as_read(each.data, tokenizer)) for each in config.training_sets]
     offline = dataclasses.replace(
         config.offline,
@@ -361,7 +361,7 @@ def _key(job: Job, text: Rows | None) -> str:
     processing = job.step.learner.processing
     network = (
         draft.kind,
-        draft.own_vocab,
+        draft.draft_vocab,
         draft.ffn,
         draft.layers,
         draft.embedding_first,
@@ -369,11 +369,11 @@ def _key(job: Job, text: Rows | None) -> str:
         config.draft_model,
     )
     objective = training.loss, training.ttt_steps, training.decay, training.grad_clip
-    code = sources(*CODE)
+    code = read_sources(*CODE)
     rollout = config.rollout
     sampling = config.seed, rollout.max_new_tokens, rollout.stop, config.today, processing
     paths = config.model.path, config.lora.path, draft.path
-    weights = [fingerprint(path) for path in paths if path]
+    weights = [fingerprint_checkpoint(path) for path in paths if path]
     return content_key(
         "draft",
         policy_key(job),
@@ -395,4 +395,4 @@ def _as_read(data: DataConfig, tokenizer: str) -> DataConfig:
 
 def _digest(files: list[Path]) -> str:
     """The content of those files that there are, as far as a cache key goes."""
-    return " ".join(map(digest, files))
+    return " ".join(map(hash_file, files))

@@ -13,11 +13,11 @@ from jaxspec.config.settings import (
     EngineConfig,
     ResolvedConfig,
 )
-from jaxspec.host import memory
-from jaxspec.host.runner import Runner, whole_step
+from jaxspec.host import fit as memory
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.run.schedules import Runner, whole_step
 from jaxspec.step import Sizes, Step
-from tests.host.memory_parts import PROMPTS, plain_config, sizes, step_of
+from tests.host.fit_parts import PROMPTS, plain_config, sizes, step_of
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from jaxspec.config.from_checkpoint import read_draft
 from jaxspec.data import arithmetic
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.drafts.kinds import learned
-from jaxspec.hf.pretrained import Checkpoint, merger, policy_checkpoint
-from jaxspec.host.agreement import measured_agreement, report
-from jaxspec.host.draft_data import answered
+from jaxspec.hf.pretrained import HfCheckpoint, make_adapter_merger, open_policy_checkpoint
 from jaxspec.host.job import Job, on_this_process
-from jaxspec.host.runner import placed
+from jaxspec.host.programs import placed
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
-from jaxspec.processes.process_0 import in_process_0, process_0_first
+from jaxspec.preparation.draft_check import measured_agreement, report
+from jaxspec.preparation.draft_data import answered
+from jaxspec.processes.process_0 import build_in_process_0_only, run_in_process_0_first
 from jaxspec.rl import optimizers
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.train_batch import texts_to_learn
@@ -27,13 +27,13 @@ from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree
 from jaxspec.storage.cache import (
     cache_folder,
-    cached,
     content_key,
+    get_or_build,
     load_tree,
+    read_sources,
     save_tree,
-    sources,
 )
-from jaxspec.system.files import Damaged, discard, writing
+from jaxspec.system.files import DamagedFileError, explain_write_errors, remove_path
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 
@@ -80,7 +80,7 @@ def warm_start(job: Job, progress: Progress, file: Path) -> Decoder:
     state, done = kept or (jax.jit(fresh, out_shardings=layout)(), 0)
     done = int(done)
     if done:
-        progress.say(f"going on at step {done} of {sft.steps}")
+        progress.print_line(f"going on at step {done} of {sft.steps}")
     update = jax.jit(learner.learn, donate_argnums=0, out_shardings=(layout, whole))
     last, pause = time.monotonic(), KEEP_SECONDS
     for number in range(1, sft.steps + 1):
@@ -110,10 +110,12 @@ def load_kept(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
         return None
     try:
         return load_tree(file, abstract)
-    except Damaged as reason:
-        progress.say(f"warning: {reason.what}; it is discarded and made anew")
-        with writing(f"{file} cannot be removed", "remove it, and run the same command again"):
-            discard(file)
+    except DamagedFileError as reason:
+        progress.print_line(f"warning: {reason.problem}; it is discarded and made anew")
+        with explain_write_errors(
+            f"{file} cannot be removed", "remove it, and run the same command again"
+        ):
+            remove_path(file)
         return None
 
 
@@ -127,11 +129,11 @@ def policy_key(job: Job) -> str:
         config.data.max_prompt_length,
         config.rollout.max_new_tokens,
     )
-    code = sources(
+    code = read_sources(
         "data/arithmetic.py",
         "data/programs.py",
         *("tokens/tokenizer.py", "tokens/special_tokens.py"),
-        "host/warm_start.py",
+        "preparation/policy.py",
         "inputs/streams.py",
         "models/*.py",
         "kernels/*.py",
@@ -155,7 +157,7 @@ def cached_policy(job: Job, interrupt: Interrupt) -> Path:
         began = time.perf_counter()
         with (
             Progress("warm start", config.sft.steps) as progress,
-            interrupt.nothing_unsaved("warm start", progress.stop, then=KEPT_ON_THE_WAY),
+            interrupt.exit_on_signal("warm start", progress.stop, consequence=KEPT_ON_THE_WAY),
         ):
             try:
                 policy = warm_start(on_this_process(job), progress, partial)
@@ -166,8 +168,8 @@ def cached_policy(job: Job, interrupt: Interrupt) -> Path:
         partial.unlink(missing_ok=True)
         job.say(f"the warm start took {time.perf_counter() - began:.0f} s")
 
-    with interrupt.nothing_unsaved("looking for the warm start"):
-        return cached(key, in_process_0(build), job.say) / WEIGHTS
+    with interrupt.exit_on_signal("looking for the warm start"):
+        return get_or_build(key, build_in_process_0_only(build), job.say) / WEIGHTS
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
@@ -176,13 +178,13 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
     config, fresh = job.config, job.step.fresh_policy
     shapes = jax.eval_shape(fresh)
     # bad adapters are named before any long work
-    merge = merger(config.lora.path, shapes) if config.lora.path else None
+    merge = make_adapter_merger(config.lora.path, shapes) if config.lora.path else None
     layout = job.step.learner.layout(shapes)
     wanted = jax.tree.map(placed, shapes, layout)
     if config.model.path:
         policy = _read_policy(job, interrupt, wanted)
     elif config.sft.steps:
-        policy = load_tree(process_0_first(lambda: cached_policy(job, interrupt)), wanted)
+        policy = load_tree(run_in_process_0_first(lambda: cached_policy(job, interrupt)), wanted)
     else:
         policy = jax.jit(fresh, out_shardings=layout)()
     return merge(policy) if merge else policy
@@ -191,8 +193,8 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
 def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
     """The policy of `model.path`, each process reading what its own devices hold."""
     began, model = time.perf_counter(), job.config.model
-    with interrupt.nothing_unsaved("reading the policy"):
-        checkpoint = policy_checkpoint(model, shapes)
+    with interrupt.exit_on_signal("reading the policy"):
+        checkpoint = open_policy_checkpoint(model, shapes)
         policy = load_shown(checkpoint)
     job.say(
         f"read {model.path}: {checkpoint.bytes / 1e9:.3g} GB in {time.perf_counter() - began:.1f} s"
@@ -200,7 +202,7 @@ def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
     return policy
 
 
-def load_shown(checkpoint: Checkpoint) -> Decoder:
+def load_shown(checkpoint: HfCheckpoint) -> Decoder:
     """Loads a checkpoint under a bar of megabytes."""
     shown = 0
     with Progress("policy (MB)", round(checkpoint.bytes / 1e6), jax.process_index()) as progress:
@@ -230,7 +232,7 @@ def load_draft(job: Job, shapes: PyTree) -> PyTree:
 def say_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
     """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
     not, why."""
-    problems = load_sets(job.config, job.tokenizer, answers=False).training[0]
+    problems = load_sets(job.config, job.tokenizer, require_answers=False).training[0]
     few = [problems[number] for number in range(min(PROBED, len(problems)))]
     longest = max(len(problem.ids) for problem in few)
     reading = measured_agreement(

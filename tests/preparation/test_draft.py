@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxspec.data.arithmetic import SftBatch
-from jaxspec.host import draft_data, draft_training
-from jaxspec.host.draft_data import Rows, answered, read_states, states_fit
-from jaxspec.host.draft_training import collect, measure, tokens_kept, train
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import replicated
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
+from jaxspec.preparation import draft as draft_training
+from jaxspec.preparation import draft_data
+from jaxspec.preparation.draft import collect, measure, tokens_kept, train
+from jaxspec.preparation.draft_data import Rows, answered, read_states, states_fit
 from jaxspec.rl.train_batch import read_lengths
 from jaxspec.storage.cache import save_tree
 from tests.conftest import small_mesh, tiny_network

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import DataConfig, OfflineConfig, ResolvedConfig
-from jaxspec.host.draft_data import training_text
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.preparation.draft_data import training_text
 from jaxspec.tokens.tokenizer import Tokenizer, load_tokenizer
 from tests.host.training_jobs import END, TOKENIZER, a_config
 from tests.tokens.folders import QWEN, needs_qwen

@@ -12,21 +12,22 @@ from typing import Any
 import jax
 
 from jaxspec.config.as_json import to_json
-from jaxspec.evaluation.evaluator import Evaluator, measured, metrics_of
-from jaxspec.evaluation.program import own_settings, samples_of, with_own_program
-from jaxspec.evaluation.records import Records
-from jaxspec.host.batches import Batches
+from jaxspec.evaluation.evaluator import Evaluator, has_evaluation, to_metrics
+from jaxspec.evaluation.program import compile_evaluator, differing_settings, samples_per_problem
+from jaxspec.evaluation.records import RecordFile
 from jaxspec.host.job import Job
-from jaxspec.host.run_state import RunState
-from jaxspec.host.runner import Runner
+from jaxspec.host.prompts import PromptSource
+from jaxspec.host.scoring import RolloutScorer
 from jaxspec.host.workdir import BEST
 from jaxspec.inputs.checked import require
-from jaxspec.inputs.json_keys import listed, read_json
-from jaxspec.processes.process_0 import refused_by_all
+from jaxspec.inputs.json_keys import join_names, read_json
+from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.rewards.scorer import SetScorers
+from jaxspec.run.schedules import Runner
+from jaxspec.run.state import RunState
 from jaxspec.state import Prompts, PyTree, Rollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
-from jaxspec.system.files import write_whole
+from jaxspec.system.files import write_text_atomic
 
 VALUES = "best.json"
 """The settings of evaluations, and the value of their metric by number of the checkpoint."""
@@ -42,13 +43,13 @@ class Evaluations:
 
     def __init__(self, job: Job, evaluator: Evaluator, folder: Path) -> None:
         self._evaluator, self._folder, self._metric = evaluator, folder, job.config.eval.keep_best
-        self._records = Records(folder, jax.process_index())
+        self._records = RecordFile(folder, jax.process_index())
         evaluator.require_metric(self._metric)
         how = to_json(job.config)["eval"]
         self._how = {name: value for name, value in how.items() if name != "every"}
         if self._metric:
-            refused_by_all(self._require_alike)
-        self._best = Checkpoints(folder / BEST, keep=1, say=job.say) if self._metric else None
+            check_in_process_0(self._require_alike)
+        self._best = Checkpoints(folder / BEST, keep=1, log=job.say) if self._metric else None
         self._values = self._known()
 
     def _require_alike(self) -> None:
@@ -63,16 +64,16 @@ class Evaluations:
 
     def _known(self) -> dict[str, float]:
         """Value of the checkpoint that is there."""
-        if self._best is None or self._best.latest() is None:
+        if self._best is None or self._best.latest_step() is None:
             return {}
-        newest, file = str(self._best.latest()), self._folder / VALUES
+        newest, file = str(self._best.latest_step()), self._folder / VALUES
         values = read_json(file).get("values", {}) if file.exists() else {}
         return {number: value for number, value in values.items() if number == newest}
 
     def cut_back(self, run: RunState) -> None:
-        """Drops what was found for batches that are evaluated again."""
-        has = run.pending is not None and measured(run.pending.line)
-        self._records.cut_back(run.over + has)
+        """Drops records of batches that are evaluated again."""
+        queued = sum(has_evaluation(item.record.metrics) for item in run.queue)
+        self._records.truncate_from(run.learned + queued)
 
     def __call__(
         self, state: TrainState, step: int, stop: Callable[[], bool]
@@ -82,8 +83,8 @@ class Evaluations:
         state, records = self._evaluator(state, stop)
         if records is None:
             return state, {}
-        self._records.write(step, records)
-        return state, metrics_of(self._evaluator.estimated(records))
+        self._records.append_records(step, records)
+        return state, to_metrics(self._evaluator.estimate_sets(records))
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """Whether a checkpoint of these metrics is to be kept."""
@@ -103,7 +104,7 @@ class Evaluations:
         self._values[str(number)] = metrics[f"eval/{self._metric}"]
         if jax.process_index() == 0:
             values = {"eval": self._how, "values": self._values}
-            write_whole(self._folder / VALUES, json.dumps(values, indent=2) + "\n")
+            write_text_atomic(self._folder / VALUES, json.dumps(values, indent=2) + "\n")
         self._best.save(number, arrays, host, own)
 
     def close(self) -> None:
@@ -113,26 +114,34 @@ class Evaluations:
 
 
 @contextlib.contextmanager
-def in_run(
-    job: Job, batches: Batches, scorers: SetScorers, runner: Runner, folder: Path
+def open_evaluations(
+    job: Job,
+    source: PromptSource,
+    scorer: RolloutScorer,
+    scorers: SetScorers,
+    runner: Runner,
+    folder: Path,
 ) -> Iterator[Evaluations]:
-    """What measures the policy between a run's calls: by the program of its step, or where
-    evaluations have settings of their own by another, which is compiled now and said.
+    """Opens the evaluations of a run until the context ends.
+
+    They use the program of the run's step. If evaluations have other settings, another program is
+    compiled now, and this is said.
 
     Raises:
-      ConfigError: that one does not fit the devices; `eval.keep_best` is no metric of theirs.
+      ConfigError: that program does not fit the devices, or `eval.keep_best` is none of the
+        metrics.
     """
 
-    def own(state: TrainState, prompts: Prompts) -> tuple[TrainState, Rollout]:
-        result = runner(state, batches.nothing_finished(), prompts, lambda _: False)
+    def answer(state: TrainState, prompts: Prompts) -> tuple[TrainState, Rollout]:
+        result = runner(state, scorer.empty_rollout(), prompts, lambda _: False)
         assert result.rollout is not None, "an evaluation call is never interrupted"
         return result.state, result.rollout
 
-    differing = own_settings(job.config)
-    if differing:
-        job.say(f"compiling one more program for evaluations: {listed(differing)}")
-        evaluator = with_own_program(job, batches.sets, scorers)
+    other_settings = differing_settings(job.config)
+    if other_settings:
+        job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
+        evaluator = compile_evaluator(job, source.sets, scorers)
     else:
-        evaluator = Evaluator(batches, job.config, samples_of(job.config), own)
+        evaluator = Evaluator(source, scorer, job.config, samples_per_problem(job.config), answer)
     with contextlib.closing(Evaluations(job, evaluator, folder)) as evaluations:
         yield evaluations

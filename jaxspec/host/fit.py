@@ -2,17 +2,18 @@
 refused with numbers where it cannot fit."""
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxspec.build import Automatic
-from jaxspec.host.runner import Runner, abstract, generation_alone, times_real_rounds
+from jaxspec.host.programs import abstract, generation_alone, times_real_rounds
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import accelerated, row_shards, whole_tiles
 from jaxspec.rollout.pages import FEW, pool_of_rows, rows_in, whole_pool
@@ -165,11 +166,25 @@ def _beside(name: str, program: Any, state: int) -> int:
     return found.temp_size_in_bytes + max(inputs - kept, 0)
 
 
-class Fitted(NamedTuple):
+@runtime_checkable
+class Compiled(Protocol):
+    """Compiled programs of a step."""
+
+    @property
+    def programs(self) -> Mapping[str, Any]:
+        """Programs by name."""
+        ...
+
+
+_C = TypeVar("_C", bound=Compiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted(Generic[_C]):
     """A step whose programs fit the devices, or do not with its smallest sizes."""
 
     step: Step
-    runner: Runner
+    compiled: _C
     parts: list[Part]
     limit: int
     """Bytes of the device that has least."""
@@ -194,10 +209,10 @@ than each by itself."""
 def fitted(
     step: Step,
     prompts: int,
-    compiled: Callable[[Step], Runner],
+    compile_step: Callable[[Step], _C],
     may: Automatic,
     limit: int = 0,
-) -> Fitted:
+) -> Fitted[_C]:
     """Compiles a step, with ever smaller sizes until it fits where `may` says that they are open,
     before any weights are loaded.
 
@@ -219,22 +234,22 @@ def fitted(
             sizes = _with_room(step, prompts, step.sizes, may, found.pool, found.room(limit))
             step = step.resized(prompts, sizes)
     while True:
-        runner = compiled(step)
-        found = parts(step, prompts, runner.programs)
+        compiled = compile_step(step)
+        found = parts(step, prompts, compiled.programs)
         if sum(part.size for part in found) <= limit:
-            return Fitted(step, runner, found, limit)
-        sizes = _smaller(step, prompts, runner, may, limit)
+            return Fitted(step, compiled, found, limit)
+        sizes = _smaller(step, prompts, compiled, may, limit)
         if sizes == step.sizes:
             told = (
                 f"training takes {_total(found)} on each device, which has {_gib(limit)}:"
                 f" {_listed(found)}"
             )
-            told += _enough(step, prompts, runner, may, limit)
-            raise DoesNotFit(told, Fitted(step, runner, found, limit))
+            told += _enough(step, prompts, compiled, may, limit)
+            raise DoesNotFit(told, Fitted(step, compiled, found, limit))
         step = step.resized(prompts, sizes)
 
 
-def _enough(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> str:
+def _enough(step: Step, prompts: int, compiled: Compiled, may: Automatic, limit: int) -> str:
     """The least change of what was asked of an accelerator's engine that makes it fit, in words;
     nothing where that would not help."""
     paged = step.sizes.page_size > 0
@@ -243,7 +258,7 @@ def _enough(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int
     )
     if not accelerated(step.mesh) or not (asked.slots or asked.pages):
         return ""
-    sizes = _smaller(step, prompts, runner, asked, limit)
+    sizes = _smaller(step, prompts, compiled, asked, limit)
     changed = [
         f"--rollout.engine.{name} {new}"
         for name, new in sizes._asdict().items()
@@ -252,7 +267,7 @@ def _enough(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int
     return f"; {changed[0]} should fit" if changed else ""
 
 
-def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: int) -> Sizes:
+def _smaller(step: Step, prompts: int, compiled: Compiled, may: Automatic, limit: int) -> Sizes:
     """Smaller sizes of a step that does not fit; the same where none may give way, or none is left
     that would help."""
     half = whole_tiles(step.mesh, max(step.generator.row_length - 1, step.learner.tokens // 2))
@@ -261,8 +276,10 @@ def _smaller(step: Step, prompts: int, runner: Runner, may: Automatic, limit: in
     if not (may.slots or may.pages):
         return fewer
     found = _bytes_of(step, prompts)
-    learning = {name: program for name, program in runner.programs.items() if name in _LEARNS}
-    generating = {name: program for name, program in runner.programs.items() if name not in _LEARNS}
+    learning = {name: program for name, program in compiled.programs.items() if name in _LEARNS}
+    generating = {
+        name: program for name, program in compiled.programs.items() if name not in _LEARNS
+    }
     generating = generating or {"generate": generation_alone(step, prompts)}
     taken = _most(generating, found.total)
     learns = _most(learning, found.total)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxspec.config.settings import DataConfig, RolloutConfig, SftConfig
-from jaxspec.host import warm_start
 from jaxspec.host.job import Job
-from jaxspec.host.warm_start import cached_policy
+from jaxspec.preparation import policy as warm_start
+from jaxspec.preparation.policy import cached_policy
 from jaxspec.system.interrupt import Interrupt
 from tests.host.training_jobs import Killed, Seen, a_job, always_kept, same_bits
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,18 @@ import pytest
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import Config, DraftConfig, ResolvedConfig, RolloutConfig
 from jaxspec.data.problems import load_sets
-from jaxspec.host import run_state
-from jaxspec.host.batches import Batches
 from jaxspec.host.job import Job, make_job
-from jaxspec.host.run_state import RunState
+from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
+from jaxspec.run import start
+from jaxspec.run.schedules import Runner
+from jaxspec.run.stalls import stall_watch
+from jaxspec.run.start import adapt_run
+from jaxspec.run.state import RunState, restore_run
 from jaxspec.state import LengthChooser, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
+from tests.host.batches import batches_of
 
 MODEL = tiny_model(vocab=24, dtype="float32")
 
@@ -32,6 +37,10 @@ def job() -> Job:
 def chooser_of(state: TrainState) -> LengthChooser:
     assert state.generator.chooser is not None
     return state.generator.chooser
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("nothing is generated here")
 
 
 def with_costs(state: TrainState, cost: float) -> TrainState:
@@ -52,22 +61,27 @@ def test_costs_of_rounds_are_those_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run_state, "with_chooser", lambda step, state, _: with_costs(state, 7.0))
+    monkeypatch.setattr(start, "with_chooser", lambda step, state, _: with_costs(state, 7.0))
     policy, draft = tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2)
     state = with_costs(jax.jit(job.step.start)(policy, draft), 2.0)
     state = jax.device_put(state, job.step.state_shardings())
     seen = np.asarray(chooser_of(state).acceptance.accepted)
     here = meshes.machine(job.mesh)
-    run = RunState(state, job.step.nothing_finished(16), batch=3, rollouts=3, timed_on=here)
+    batches = batches_of(job, load_sets(job.config, job.tokenizer))
+    history = batches.source.history
+    run = RunState(state, history, generated=3, learned=3, timed_on=here)
     if elsewhere:
         run.timed_on = here | {"cores": 9999}
-    batches = Batches(job, load_sets(job.config, job.tokenizer))
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        checkpoints.save(run.number, *run.to_save(batches.history))
+        checkpoints.save(run.number, *run.to_save())
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        resumed = run_state.resume(job, checkpoints, batches)
+        resumed = restore_run(job, checkpoints, history)
     assert resumed is not None
-    assert resumed.timed_on == resumed.here == here
+    timed: list[bool] = []
+    schedule = Runner(never, {}, lambda: timed.append(True))
+    adapt_run(job, resumed, batches.source, schedule)
+    assert timed == [True] * elsewhere
+    assert resumed.timed_on == resumed.machine == here
     known = chooser_of(resumed.state)
     np.testing.assert_array_equal(known.round_cost, 7.0 if elsewhere else 2.0)
     # what the run has seen of its draft counts on
@@ -77,4 +91,21 @@ def test_costs_of_rounds_are_those_of_the_machine(
 
 def test_a_learning_rate_that_is_chosen_is_watched() -> None:
     """Of `auto`, which is that of what is trained."""
-    assert run_state.stall_watch(ResolvedConfig.of(Config()), []).summary() == []
+    assert stall_watch(ResolvedConfig.from_config(Config()), []).lasting_signs() == []
+
+
+def test_checkpoints_of_another_format_are_refused(job: Job, tmp_path: Path) -> None:
+    history = batches_of(job, load_sets(job.config, job.tokenizer)).source.history
+    state = jax.device_put(jax.jit(job.step.fresh)(), job.step.state_shardings())
+    arrays, host, local = RunState(state, history).to_save()
+    for number in (None, 3):
+        folder = tmp_path / str(number)
+        other = {name: value for name, value in host.items() if name != "format"}
+        other |= {} if number is None else {"format": number}
+        with contextlib.closing(Checkpoints(folder)) as checkpoints:
+            checkpoints.save(0, arrays, other, local)
+        with (
+            contextlib.closing(Checkpoints(folder)) as checkpoints,
+            pytest.raises(ConfigError, match=rf"have format {number or 1}, .* reads format 2"),
+        ):
+            restore_run(job, checkpoints, history)

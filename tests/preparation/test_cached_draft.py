@@ -17,14 +17,15 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import load_sets
-from jaxspec.host import draft_training, round_cost
-from jaxspec.host.draft_data import Rows
-from jaxspec.host.draft_training import ACCEPTANCE
+from jaxspec.host import round_cost
 from jaxspec.host.job import Job
-from jaxspec.host.warm_start import policy_key
 from jaxspec.models.decoder import Decoder
+from jaxspec.preparation import draft as draft_training
+from jaxspec.preparation.draft import ACCEPTANCE
+from jaxspec.preparation.draft_data import Rows
+from jaxspec.preparation.policy import policy_key
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.storage.cache import sources
+from jaxspec.storage.cache import read_sources
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import eagle3, tiny_model, tiny_network, with_weights
@@ -131,7 +132,7 @@ class TestCachedDraft:
         prompts += " tokens/chat_template tokens/template_process"
         assert {f"{name}.py" for name in prompts.split()} <= set(draft_training.CODE)
         with pytest.raises(ValueError, match=r"nothing\*\.py"):
-            sources("step.py", "nothing*.py")
+            read_sources("step.py", "nothing*.py")
 
     @pytest.mark.slow
     def test_responses_that_failed_are_neither_trained_on_nor_measured(
@@ -163,7 +164,7 @@ class TestCachedDraft:
             np.isfinite(array).all() for name, array in np.load(weights).items() if name != "index"
         )
         reached = json.loads(weights.with_name(ACCEPTANCE).read_text())
-        stream = load_sets(job.config, job.tokenizer).stream(0)
+        stream = load_sets(job.config, job.tokenizer).make_stream(0)
         good = (
             np.array([seven not in stream[number].ids for number in range(24)]).reshape(3, 8).sum(1)
         )

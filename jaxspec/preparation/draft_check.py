@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec.drafts.base import Learned
-from jaxspec.models.decoder import Decoder, Forward
-from jaxspec.models.layers import cast
+from jaxspec.models.decoder import Decoder, DecoderOutput
+from jaxspec.models.layers import cast_floats
 from jaxspec.rl.draft_objective import Objective, draft_loss, total_variation
 from jaxspec.rl.train_batch import whole_rows
 from jaxspec.rollout.generator import Generator
@@ -118,18 +118,20 @@ def _diagnosis(share: float, depth: int, readings: dict[tuple[str, str], float])
 
 
 @partial(jax.jit, static_argnames=("taps", "dtype"))
-def _pass(policy: Decoder, texts: Pack, taps: tuple[int, ...], dtype: Any) -> Forward:
-    return cast(policy, dtype)(texts.tokens, texts.positions, taps=taps)
+def _pass(policy: Decoder, texts: Pack, taps: tuple[int, ...], dtype: Any) -> DecoderOutput:
+    return cast_floats(policy, dtype)(texts.tokens, texts.positions, taps=taps)
 
 
 @partial(jax.jit, static_argnames=("objective", "dtype"))
 def _read(
     policy: Decoder,
     network: PyTree,
-    forward: Forward,
+    forward: DecoderOutput,
     texts: Pack,
     objective: Objective,
     dtype: Any,
 ) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
-    found = draft_loss(cast(network, dtype), cast(policy, dtype), forward, texts, objective)
+    found = draft_loss(
+        cast_floats(network, dtype), cast_floats(policy, dtype), forward, texts, objective
+    )
     return found.agreement, found.acceptance

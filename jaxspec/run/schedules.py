@@ -1,6 +1,6 @@
-"""The compiled calls of a run: the whole step as one program, or its phases one by one with their
-seconds."""
+"""Schedules of a step: its phases as one program, or one by one with their seconds."""
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-from jaxtyping import Array
 
 from jaxspec import mesh as meshes
-from jaxspec.rl.train_batch import plan_layout
-from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.generator import Generator
-from jaxspec.state import RUNNING, Drafter, Finished, Prompts, PyTree, Ready, Rollout, TrainState
+from jaxspec.build import automatic
+from jaxspec.host import fit as memory
+from jaxspec.host.job import Job
+from jaxspec.host.programs import abstract, ahead, ahead_with, numbers, put, times_real_rounds
+from jaxspec.host.round_cost import UNBOUNDED, Advance, OneSlice, RoundTimer
+from jaxspec.state import RUNNING, Finished, Prompts, Ready, Rollout, TrainState
 from jaxspec.step import Step
-from jaxspec.storage.cache import cache_folder
-from jaxspec.system.compiling import Tell, compile_progress
+from jaxspec.system.compiling import LinePrinter, first_start_notice
 
 Seconds = dict[str, float]
 
@@ -31,7 +29,7 @@ class StepResult(NamedTuple):
     state: TrainState
     rollout: Rollout | None
     """None: asked to stop between two slices of generation; the state has already learnt."""
-    learnt: dict[str, float]
+    learned: dict[str, float]
     """Metrics of the batch learnt from, and its phases' seconds where they are measured; NaN where
     there was none."""
     generated: dict[str, float]
@@ -44,10 +42,6 @@ Between = Callable[[Rollout], bool]
 to stop."""
 
 
-Advance = Callable[[Ready, DecodeState, np.int32], DecodeState]
-"""Makes so many rounds. Consumes the rollout that it is given."""
-OneSlice = Callable[[DecodeState], DecodeState]
-"""Makes the rounds until the next look."""
 Slicing = Callable[[Advance, Ready, Prompts], OneSlice]
 """Says of a rollout, before its first round, how it is cut into slices."""
 
@@ -69,68 +63,7 @@ class Runner(NamedTuple):
         return self.call(state, finished, prompts, between)
 
 
-def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array that is not there, with a sharding."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
-    """Shapes, types and shardings of the step's arguments: nothing is allocated."""
-    mesh = step.mesh
-    state = jax.tree.map(placed, jax.eval_shape(step.fresh), step.state_shardings())
-    shapes = jax.eval_shape(
-        lambda: step.nothing_finished(prompts * step.generator.settings.group_size)
-    )
-    finished = _by_row(shapes, mesh).replace(
-        plan=jax.tree.map(placed, shapes.plan, plan_layout(mesh))
-    )
-    return state, finished, abstract_prompts(step.generator, prompts)
-
-
-def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
-    """Shapes, types and shardings of a generator's prompts."""
-    return _by_row(jax.eval_shape(lambda: generator.no_prompts(prompts)), generator.mesh)
-
-
-def _by_row(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Shapes whose first axis is rows, with the sharding of rows; scalars are everywhere."""
-    rows, whole = meshes.rows_sharding(mesh), meshes.replicated(mesh)
-    return jax.tree.map(lambda leaf: placed(leaf, rows if leaf.ndim else whole), tree)
-
-
-def put(tree: PyTree, like: PyTree) -> PyTree:
-    """Host arrays, known to every process where it needs them, as global arrays placed as
-    `like`."""
-
-    return jax.tree.map(
-        lambda values, leaf: meshes.from_host(leaf, np.asarray(values, leaf.dtype)), tree, like
-    )
-
-
-def numbers(metrics: dict[str, Array | float]) -> dict[str, float]:
-    """Metrics on the host."""
-    return {name: float(value) for name, value in jax.device_get(metrics).items()}
-
-
-def ahead(
-    function: Callable, *arguments: PyTree, tell: Tell | None = None, **options: Any
-) -> tuple[Callable, PyTree]:
-    """Compiles a function for abstract arguments; returns it with its result's shapes and
-    shardings, to compile the next one for. Reports slow compiles through `tell`."""
-    lowered = jax.jit(function, **options).lower(*arguments)
-    with compile_progress(function, arguments, cache_folder() / "compile_seconds", tell):
-        program = lowered.compile()
-    return program, jax.tree.map(placed, lowered.out_info, program.output_shardings)
-
-
-def ahead_with(
-    generator: Generator, function: Callable, *arguments: PyTree, **options: Any
-) -> tuple[Callable, PyTree]:
-    """`ahead` for what generates, by the options of the generator's programs."""
-    return ahead(function, *arguments, compiler_options=generator.compiler_options, **options)
-
-
-def whole_step(step: Step, prompts: int, tell: Tell | None = None) -> Runner:
+def whole_step(step: Step, prompts: int, tell: LinePrinter | None = None) -> Runner:
     """Compiles the step as one program, before anything runs; `tell` is as in `ahead`."""
     state, finished, wanted = abstract(step, prompts)
     layout = (
@@ -167,14 +100,6 @@ def whole_step(step: Step, prompts: int, tell: Tell | None = None) -> Runner:
         )
 
     return Runner(call, {"step": program})
-
-
-def times_real_rounds(generator: Generator) -> bool:
-    """Whether a run's first rollout times rounds of each draft length, in place of a pilot.
-
-    So do accelerators, on which compiling a pilot takes minutes.
-    """
-    return bool(generator.settings.lengths) and meshes.accelerated(generator.mesh)
 
 
 def slices_of(rounds: int) -> Slicing:
@@ -289,100 +214,61 @@ def _in_slices(
     return generate, {"prefill": begin, "slice": advance, "unfinished": unfinished}
 
 
-def generation_alone(step: Step, prompts: int) -> Any:
-    """The program of generation by itself, for what it takes of memory."""
-    state, _, wanted = abstract(step, prompts)
-    _, ready = ahead(step.sync, state)
-    return _in_one_piece(step, ready, wanted)[1]["generate"]
+def timing_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
+    """Compiles a step whose first rollout times rounds of each draft length.
 
-
-class Timed(NamedTuple):
-    """A rollout against the clock."""
-
-    rollout: Rollout
-    prefill_seconds: float
-    loop_seconds: float
-    rounds: int
-    """Of the longest loop: that of the shard that made most."""
-
-    @property
-    def seconds(self) -> float:
-        """Prefill and loop together."""
-        return self.prefill_seconds + self.loop_seconds
-
-
-class TimedGeneration:
-    """Generation compiled in two parts, so that its rounds are timed without the prefill."""
-
-    def __init__(self, generator: Generator, ready: Ready, prompts: Prompts):
-        def to_the_end(ready: Ready, running: DecodeState) -> DecodeState:
-            return generator.advance(ready, running, jnp.int32(np.iinfo(np.int32).max))
-
-        self._generator = generator
-        self._begin, running = ahead_with(generator, generator.begin, ready, prompts)
-        same = jax.tree.map(lambda leaf: leaf.sharding, running)
-        self._advance, _ = ahead_with(
-            generator, to_the_end, ready, running, donate_argnums=1, out_shardings=same
-        )
-
-    def __call__(self, ready: Ready, prompts: Prompts) -> Timed:
-        """Answers all prompts."""
-        began = time.perf_counter()
-        running = jax.block_until_ready(self._begin(ready, prompts))
-        middle = time.perf_counter()
-        rollout = jax.block_until_ready(
-            self._generator.collect(ready, self._advance(ready, running))
-        )
-        end = time.perf_counter()
-        return Timed(rollout, middle - began, end - middle, int(jnp.max(rollout.statistics.ended)))
-
-
-class Comparison(NamedTuple):
-    """Plain and speculative decoding of the same rows."""
-
-    rows: int
-    plain_passes: float
-    spec_passes: float
-    plain_seconds: float
-    spec_seconds: float
-    round_cost: float
-    """Seconds of a round of draft and verification over seconds of a plain step, prefill left
-    out."""
-
-
-def compare(
-    step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0
-) -> Comparison:
-    """Times generation of the same prompts with and without the draft, in turn; medians, and target
-    passes a sequence.
-
-    Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
+    Later rollouts are one slice each, unless `slice_rounds` says of how many rounds slices are.
     """
-    ready = jax.jit(step.sync)(state)
-    nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
-    made = (step.generator.plain(), ready.replace(drafter=nothing)), (step.generator, ready)
-    calls = [(TimedGeneration(generator, weights, prompts), weights) for generator, weights in made]
+    # Generation is a program of its own here, since the seconds of a whole step cannot tell
+    # lengths apart: a rollout has hundreds of rounds, nearly all of the length that seems best,
+    # beside an update of the policy. A forced length for a whole rollout would cost as much as it
+    # can win. A slice has rounds of one length, and the program that times it is the one that
+    # generates: nothing is compiled for the timing.
+    timer = RoundTimer(step.generator, slice_rounds or UNBOUNDED)
+    runner = staged_step(step, prompts, slicing=timer.begin)
 
-    def pair() -> list[Timed]:
-        return [call(weights, prompts) for call, weights in calls]
+    def call(state: TrainState, finished: Finished, asked: Prompts, between: Between) -> StepResult:
+        result = runner(state, finished, asked, between)
+        cost = timer.end()
+        # A rollout that was stopped is made again, and times its rounds again: a run that goes on
+        # chooses by what its own first rollout has shown, or by what its checkpoint holds.
+        if cost is None or result.rollout is None:
+            return result
+        known = result.state.generator
+        chooser = known.chooser
+        assert chooser is not None, "lengths are chosen by costs"
+        chooser = chooser.replace(round_cost=put(cost, chooser.round_cost))
+        return result._replace(state=result.state.replace(generator=known.replace(chooser=chooser)))
 
-    began = time.perf_counter()
-    # The same prompts in both, so that lengths differ by chance alone.
-    passes = [int(jnp.sum(each.rollout.statistics.rounds)) for each in pair()]  # also warms up
-    once = np.float32(time.perf_counter() - began)
-    if jax.process_count() > 1:  # all must make the same number of calls
-        once = multihost_utils.broadcast_one_to_all(once)
-    pairs = [pair() for _ in range(max(1, min(repeats, int(budget / once))))]
-    taken = np.median(
-        [[(each.seconds, each.loop_seconds / each.rounds) for each in timed] for timed in pairs],
-        axis=0,
-    )
-    rows = int(prompts.tokens.shape[0]) * step.generator.settings.group_size
-    return Comparison(
-        rows=rows,
-        plain_passes=passes[0] / rows,
-        spec_passes=passes[1] / rows,
-        plain_seconds=float(taken[0, 0]),
-        spec_seconds=float(taken[1, 0]),
-        round_cost=float(taken[1, 1] / taken[0, 1]),
-    )
+    return Runner(call, runner.programs, timer.time_anew)
+
+
+def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
+    """Compiles the step of a job as its config says, with sizes that fit the devices.
+
+    Returns the job with these sizes. Memory that runs out until `stack` closes is explained.
+
+    Raises:
+      ConfigError: it does not fit.
+    """
+    config, prompts = job.config, job.config.batch.prompts
+    is_timing = times_real_rounds(job.step.generator)
+    how = "phase by phase" if config.staged or is_timing else "as one program"
+    first = first_start_notice(meshes.accelerated(job.mesh))
+    job.say(f"{first}compiling the step {how} for {dict(job.mesh.shape)} devices")
+    start_time = time.perf_counter()
+    # In slices, so that a signal need not wait for the end of generation.
+    slice_rounds = config.rollout.slice_rounds if config.staged else 0
+
+    def compile_step(step: Step) -> Runner:
+        if times_real_rounds(step.generator):
+            return timing_step(step, prompts, slice_rounds)
+        if slice_rounds:
+            return staged_step(step, prompts, slices_of(slice_rounds))
+        return whole_step(step, prompts)
+
+    fit = memory.fitted(job.step, prompts, compile_step, automatic(config, job.mesh))
+    sizes = memory.told(fit.step, fit.parts, fit.limit)
+    job.say(f"compiled in {time.perf_counter() - start_time:.1f} s; {sizes}")
+    stack.enter_context(memory.explained(fit.parts))
+    return job.with_sizes(**fit.step.sizes._asdict()), fit.compiled

@@ -16,11 +16,11 @@ from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig
 from jaxspec.drafts.kinds import learned
 from jaxspec.drafts.unroll import UNROLL
-from jaxspec.host.agreement import POOR, Reading, measured_agreement, report
 from jaxspec.inputs.spec import HeadSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
+from jaxspec.preparation.draft_check import POOR, Reading, measured_agreement, report
 from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import Objective, cross_entropy, draft_loss
 from jaxspec.rl.train_batch import whole_rows

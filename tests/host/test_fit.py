@@ -18,12 +18,13 @@ from jaxspec.config.settings import (
     LoraConfig,
     MeshConfig,
 )
-from jaxspec.host import memory
-from jaxspec.host.runner import Runner, abstract, ahead, put
+from jaxspec.host import fit as memory
+from jaxspec.host.programs import abstract, ahead, put
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.run.schedules import Runner
 from jaxspec.step import Step
 from tests.conftest import tiny_config
-from tests.host.memory_parts import MODEL, PROMPTS, plain_config, sizes, step_of
+from tests.host.fit_parts import MODEL, PROMPTS, plain_config, sizes, step_of
 
 
 def on_one_device(tree) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig, ResolvedConfig
-from jaxspec.host import memory
+from jaxspec.host import fit as memory
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 

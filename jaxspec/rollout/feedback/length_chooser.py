@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.compiled.roofline import Devices, Network, round_seconds
+from jaxspec.compiled.roofline import GeneratorDevices, NetworkSizes, estimate_round_seconds
 from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import RUNNING, AcceptanceEstimate, LengthChooser, Statistics
@@ -199,7 +199,7 @@ def busiest(
 
 
 def predicted_cost(
-    devices: Devices,
+    devices: GeneratorDevices,
     target: Decoder,
     network: Any,
     lengths: tuple[int, ...],
@@ -217,13 +217,15 @@ def predicted_cost(
       longest: tokens of the longest row.
     """
     policy = _pass_of(target)
-    draft = _pass_of(network, policy.head)
+    draft = _pass_of(network, policy.head_bytes)
     loops = (*slots, *slots[-1:] * LOOPS)[:LOOPS]
     # a small model has yet to read two tokens before it drafts, a head the block of a round
     reads = [2 if isinstance(network, Decoder) else length + 1 for length in lengths]
 
     def seconds(place: int, rows: int, context: int) -> float:
-        return round_seconds(devices, policy, draft, lengths[place], rows, context, reads[place])
+        return estimate_round_seconds(
+            devices, policy, draft, lengths[place], rows, context, reads[place]
+        )
 
     table = [
         [[seconds(place, rows, context) for context in contexts(longest)] for rows in loops]
@@ -232,7 +234,7 @@ def predicted_cost(
     return np.asarray(table, np.float32)
 
 
-def _pass_of(network: Any, target_head: int = 0) -> Network:
+def _pass_of(network: Any, target_head: int = 0) -> NetworkSizes:
     """Sizes of a pass through a decoder or a draft, by the shapes of its weights."""
     config, depth = network.config, getattr(network, "depth", 1)
     size = {"layers": 0, "experts": 0, "head": 0, "embedding": 0}
@@ -249,15 +251,15 @@ def _pass_of(network: Any, target_head: int = 0) -> Network:
     tied = isinstance(network, Decoder) and network.head is None
     # an embedding that is not the head is read for a few tokens alone
     head = size["embedding"] if tied else size["head"] or target_head
-    return Network(
-        layers=layers,
-        weights=size["layers"] // depth,
-        experts=size["experts"] // depth,
+    return NetworkSizes(
+        layer_count=layers,
+        weight_bytes=size["layers"] // depth,
+        expert_bytes=size["experts"] // depth,
         expert_share=family.experts_per_token / family.experts if size["experts"] else 0.0,
-        head=head,
-        vocab=config.vocab,
-        cache=2 * layers * config.kv_heads * config.head_size * width,
-        attention=4 * layers * config.heads * config.head_size,
-        embed=config.embed,
-        width=width,
+        head_bytes=head,
+        vocab_size=config.vocab,
+        cache_bytes=2 * layers * config.kv_heads * config.head_size * width,
+        attention_flops=4 * layers * config.heads * config.head_size,
+        embed_size=config.embed,
+        dtype_bytes=width,
     )

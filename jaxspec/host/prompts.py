@@ -1,0 +1,144 @@
+"""Prompts of each call, placed on the devices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool
+
+from jaxspec import mesh as meshes
+from jaxspec.data.history import AnswerHistory, Answers
+from jaxspec.data.problem_source import Problem
+from jaxspec.data.problems import ProblemSets, pad_prompts
+from jaxspec.host.job import Job
+from jaxspec.host.programs import abstract_prompts, put
+from jaxspec.inputs.streams import Stream
+from jaxspec.state import Prompts, Rollout
+
+
+class PromptSource:
+    """Prompts of training rollouts by number, of comparisons and of evaluations.
+
+    Each process places its own prompts. `history` holds earlier answers for drafts that look them
+    up. Without one it is empty.
+    """
+
+    def __init__(self, job: Job, sets: ProblemSets, history: AnswerHistory | None = None) -> None:
+        self.sets, batch, process = sets, job.config.batch, jax.process_index()
+        self.group_size = batch.group_size
+        self.history = history or AnswerHistory(job.config.rollout.past_answers, process)
+        self._problems = sets.make_stream(job.config.seed)
+        self._count, self._width = batch.prompts, job.config.data.max_prompt_length
+        self._pad_id = job.tokenizer.pad_id
+        self._like = abstract_prompts(job.step.generator, batch.prompts)
+        # A process may hold copies of prompts whose rows another process owns.
+        self._copies, _ = meshes.holders(job.mesh, batch.prompts)
+        self._is_held = self._copies[process]
+        _, self._row_owners = meshes.holders(job.mesh, batch.prompts * batch.group_size)
+        self.is_local_row: Bool[np.ndarray, " B"] = self._row_owners == process
+        """Rows that this process owns."""
+
+    @property
+    def is_local_prompt(self) -> Bool[np.ndarray, " n"]:
+        """Prompts whose rows this process owns."""
+        return self.is_local_row[:: self.group_size]
+
+    def place_training(self, rollout: int) -> Prompts:
+        """Places the prompts of a training rollout."""
+        return self._place_rollout(rollout, Stream.TRAIN)
+
+    def place_comparison(self, rollout: int) -> Prompts:
+        """Places the prompts of a training rollout again, under other noise."""
+        # History has the answers of the rollout by now: the same noise would find them there.
+        return self._place_rollout(rollout, Stream.COMPARE)
+
+    def place_evaluation(self, problems: Mapping[int, Problem], call: int) -> Prompts:
+        """Places problems of an evaluation call, by their place among the prompts.
+
+        The other prompts are not answered.
+        """
+        held = {place: problem for place, problem in problems.items() if self._is_held[place]}
+        return self._place(held, Stream.EVALUATE, call, {})
+
+    def place_nothing(self, rollout: int) -> Prompts:
+        """Places no prompts, for a call that only learns."""
+        return self._place({}, Stream.TRAIN, rollout, {})
+
+    def local_problems(self, rollout: int) -> dict[int, Problem]:
+        """Problems of a training rollout whose rows this process owns, by place."""
+        return self._problems_at(rollout, self.is_local_prompt)
+
+    def remember(self, rollout_number: int, rollout: Rollout) -> None:
+        """Stores the answers of a training rollout in `history`."""
+        if not self.history.past:
+            return
+        group = self.group_size
+        places = np.flatnonzero(self.is_local_prompt)
+        count = min(group, self.history.past)
+        rows = [place * group + answer for place in places for answer in range(count)]
+        tokens, starts, ends = (
+            meshes.local_rows(leaf, np.asarray(rows, np.int32))
+            for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
+        )
+        answers = [text[a:b] for text, a, b in zip(tokens, starts, ends, strict=True)]
+        numbers, owners = self._numbers(rollout_number), self._row_owners[::group].tolist()
+        # A problem that a batch asks twice is remembered by its last place.
+        by_problem = {
+            numbers[place]: answers[index * count : (index + 1) * count]
+            for index, place in enumerate(places)
+        }
+        self.history.store_answers(dict(zip(numbers, owners, strict=True)), by_problem)
+
+    def _problems_at(self, rollout: int, mask: Bool[np.ndarray, " n"]) -> dict[int, Problem]:
+        first = rollout * self._count
+        return {int(place): self._problems[first + int(place)] for place in np.flatnonzero(mask)}
+
+    def _numbers(self, rollout: int) -> list[int]:
+        """Numbers of the problems of a training rollout, over all processes."""
+        first = rollout * self._count
+        return [self._problems.problem_number(first + place) for place in range(self._count)]
+
+    def _place_rollout(self, rollout: int, stream: int) -> Prompts:
+        numbers, askers = self._numbers(rollout), dict[int, set[int]]()
+        if self.history.past:
+            for number, copies in zip(numbers, self._copies.T, strict=True):
+                askers.setdefault(number, set()).update(np.flatnonzero(copies).tolist())
+        answers = self.history.fetch_answers(askers)
+        by_place = {place: answers.get(number, []) for place, number in enumerate(numbers)}
+        return self._place(self._problems_at(rollout, self._is_held), stream, rollout, by_place)
+
+    def _place(
+        self, problems: dict[int, Problem], stream: int, batch: int, answers: Answers
+    ) -> Prompts:
+        """Places prompts that have a copy here, with earlier answers, both by place."""
+        like, held = self._like, np.flatnonzero(self._is_held)
+        rows = np.searchsorted(held, list(problems))
+        tokens = np.full((len(held), self._width), self._pad_id, np.int32)
+        lengths, live = np.ones(len(held), np.int32), np.zeros(len(held), bool)
+        history = np.zeros((len(held), *like.history.shape[1:]), np.int32)
+        history_lengths = np.zeros((len(held), self.history.past), np.int32)
+        if problems:
+            tokens[rows], lengths[rows] = pad_prompts(
+                list(problems.values()), self._width, self._pad_id
+            )
+            live[rows] = True
+        for row, (place, problem) in zip(rows, problems.items(), strict=True):
+            for number, answer in enumerate(answers.get(place, [])):
+                text = np.concatenate([problem.ids, answer])
+                history[row, number, : len(text)] = text
+                history_lengths[row, number] = len(text)
+        columns = {
+            "tokens": tokens,
+            "lengths": lengths,
+            "live": live,
+            "history": history,
+            "history_lengths": history_lengths,
+        }
+        by_row: dict[str, Any] = {
+            name: meshes.from_local_rows(getattr(like, name), held, values)
+            for name, values in columns.items()
+        }
+        scalars = put((jnp.int32(stream), jnp.int32(batch)), (like.stream, like.batch))
+        return Prompts(**by_row, stream=scalars[0], batch=scalars[1])

@@ -1,0 +1,1 @@
+"""Policy and draft before the first call of a run."""

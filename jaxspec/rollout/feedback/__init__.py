@@ -1,0 +1,1 @@
+"""What generation measures of itself: acceptance, and draft lengths chosen by it."""

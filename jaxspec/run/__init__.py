@@ -1,0 +1,1 @@
+"""A run between two calls of its step."""

@@ -1,0 +1,63 @@
+"""End of a run: the closing table."""
+
+from pathlib import Path
+
+import jax
+
+from jaxspec.host.comparison import compare
+from jaxspec.host.job import Job
+from jaxspec.host.prompts import PromptSource
+from jaxspec.processes.process_0 import broadcast_flag
+from jaxspec.rl.optimizers import Diverged
+from jaxspec.run.stalls import stall_watch
+from jaxspec.run.start import random_draft_remark
+from jaxspec.run.state import RunState
+from jaxspec.system import metrics as measures
+from jaxspec.system.closing_table import (
+    build_closing_table,
+    describe_missing_batches,
+    explain_missing_result,
+)
+from jaxspec.system.progress import Screen
+
+
+def close_run(
+    job: Job, source: PromptSource, run: RunState, workdir: Path, unsaved: str = ""
+) -> int:
+    """Prints the closing table, with speculation compared on the run's last batch.
+
+    Returns the exit status.
+
+    Raises:
+      Diverged: the last batch or evaluation has no number, or the end of the run is not saved, as
+        `unsaved` says.
+    """
+    summary: dict[str, float] = {}
+    if job.config.compare_plain and job.step.generator.draft is not None:
+        job.say("comparing with plain decoding of the last batch")
+        result = compare(job.step, run.state, source.place_comparison(run.generated - 1))
+        summary = {
+            "rows": result.rows,
+            "plain/passes": result.plain_passes,
+            "spec/passes": result.spec_passes,
+            "plain/seconds": result.plain_seconds,
+            "spec/seconds": result.spec_seconds,
+            "round_cost": result.round_cost,
+        }
+    failure = ""
+    if unsaved:
+        remedy = "the same command goes on from the newest checkpoint, with more --steps"
+        failure = f"the end of the run is not saved, because {unsaved}; {remedy} beyond this end"
+    # Only process 0 is sure to see the run's folder.
+    if jax.process_index() == 0:
+        lines = measures.read_metrics(workdir)
+        if gap := describe_missing_batches(lines, run.next_batch):
+            job.say(f"warning: {gap}")
+        signs = stall_watch(job.config, lines).lasting_signs()
+        Screen().print(build_closing_table(lines, summary, signs))
+        failure = "; ".join(filter(None, (explain_missing_result(lines), failure)))
+    if remark := random_draft_remark(job.config):
+        job.say(remark)
+    if broadcast_flag(bool(failure)):
+        raise Diverged(failure or "the run ended without a result; process 0 says which")
+    return 0

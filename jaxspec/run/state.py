@@ -1,0 +1,135 @@
+"""State of a run between two calls of its step, and its checkpoints."""
+
+import dataclasses
+from typing import Any
+
+from jaxspec.data.history import AnswerHistory
+from jaxspec.host.job import Job
+from jaxspec.host.programs import abstract
+from jaxspec.inputs.checked import require
+from jaxspec.run.dynamic_batch import PartialBatch
+from jaxspec.state import Finished, PyTree, TrainState
+from jaxspec.storage.checkpoint import Checkpoints, successor_process
+
+FORMAT = 2
+"""Version of what checkpoints hold. Another one is refused."""
+
+
+@dataclasses.dataclass
+class BatchRecord:
+    """Record of a batch, which the update on it completes."""
+
+    batch: int
+    """Place in the run, from 0."""
+    metrics: dict[str, Any]
+    """Metrics so far, by name."""
+    samples: list[dict[str, Any]]
+    """Answers that are kept for reading."""
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Line of metrics.jsonl."""
+        return {"step": self.batch, **self.metrics}
+
+
+@dataclasses.dataclass
+class QueuedBatch:
+    """A scored batch that waits for its update."""
+
+    rollout: Finished
+    record: BatchRecord
+
+
+@dataclasses.dataclass
+class RunState:
+    """State of a run between two calls. With `TrainState` it is all that the next call needs."""
+
+    state: TrainState
+    history: AnswerHistory
+    """Earlier answers, for drafts that look them up."""
+    queue: list[QueuedBatch] = dataclasses.field(default_factory=list)
+    """Batches that wait for their update, oldest first."""
+    generated: int = 0
+    """Training rollouts generated. More than batches if several fill one."""
+    learned: int = 0
+    """Batches learned from."""
+    filling: PartialBatch | None = None
+    """Batch that rollouts are filling. None without dynamic sampling."""
+    machine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Machine and mesh of this process."""
+    timed_on: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Machine and mesh that timed the rounds by which draft lengths are chosen."""
+
+    @property
+    def next_batch(self) -> int:
+        """Number of the next batch to generate."""
+        return self.learned + len(self.queue)
+
+    @property
+    def number(self) -> int:
+        """Number of its checkpoint: rollouts generated plus batches learned."""
+        return self.generated + self.learned
+
+    def has_ended(self, steps: int) -> bool:
+        """Whether all of `steps` batches are generated and learned."""
+        return self.learned >= steps and not self.queue
+
+    def to_save(self) -> tuple[PyTree, dict[str, Any], dict[str, Any] | None]:
+        """Returns the arrays of a checkpoint, and JSON of all processes and of this one."""
+        # Plans belong to a mesh. They are made again.
+        queue = tuple(item.rollout.replace(plan=None) for item in self.queue)
+        host: dict[str, Any] = {
+            "format": FORMAT,
+            "generated": self.generated,
+            "learned": self.learned,
+            "timed_on": self.timed_on,
+            "queue": [dataclasses.asdict(item.record) for item in self.queue],
+        }
+        rows = None
+        if self.filling is not None:
+            rows = self.filling.rows
+            host["filling"] = {"groups": self.filling.groups, "metrics": self.filling.metrics}
+        local = None
+        if self.history.past:
+            host["keepers"] = self.history.owners
+            local = {"kept": self.history.encode_answers()}
+        return (self.state, queue, rows), host, local
+
+
+def restore_run(job: Job, checkpoints: Checkpoints, history: AnswerHistory) -> RunState | None:
+    """Restores the newest intact checkpoint on the job's mesh, without plans. None without any.
+
+    Raises:
+      ConfigError: all are damaged, or do not fit the config or this version of jaxspec.
+    """
+    state, rollout, _ = abstract(job.step, job.config.batch.prompts)
+    rows = rollout.replace(plan=None)
+
+    def describe_arrays(host: dict[str, Any]) -> PyTree:
+        found = host.get("format", 1)
+        require(
+            found == FORMAT,
+            f"the checkpoints in {checkpoints.folder} have format {found}, and this version of"
+            f" jaxspec reads format {FORMAT}; use the version that wrote them, or another"
+            " --workdir",
+        )
+        return state, (rows,) * len(host["queue"]), rows if "filling" in host else None
+
+    restored = checkpoints.restore_latest(describe_arrays)
+    if restored is None:
+        return None
+    (state, queue, filling), host = restored.arrays, restored.host_state
+    history.restore_answers(
+        [(problem, successor_process(keeper)) for problem, keeper in host.get("keepers", [])],
+        [local["kept"] for local in restored.process_states],
+    )
+    records = [BatchRecord(**record) for record in host["queue"]]
+    return RunState(
+        state=state,
+        history=history,
+        queue=[QueuedBatch(*item) for item in zip(queue, records, strict=True)],
+        generated=host["generated"],
+        learned=host["learned"],
+        filling=None if filling is None else PartialBatch(filling, **host["filling"]),
+        timed_on=host["timed_on"],
+    )
