@@ -33,7 +33,7 @@ PROGRAMS = {
 
 def main(argv: Sequence[str]) -> int:
     """Lists the programs, or says the version; returns the exit status."""
-    listed = "\n".join(
+    programs = "\n".join(
         f"  python -m jaxspec.{name:12}{arguments:27}{about}"
         for name, (arguments, about) in PROGRAMS.items()
     )
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         usage="python -m jaxspec.PROGRAM ...",
         description=(
             "Reinforcement learning of language models in JAX, with lossless speculative"
-            f" rollouts.\n\n{listed}\n\nEach has a --help of its own. The first run: python -m"
+            f" rollouts.\n\n{programs}\n\nEach has a --help of its own. The first run: python -m"
             " jaxspec.train --config rl_think.py"
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,

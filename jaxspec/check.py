@@ -1,7 +1,6 @@
 """Whether a run will run, before anyone rents the machine: `python -m jaxspec.check --config
 rl_think.py:qwen3_8b --devices 32`."""
 
-import dataclasses
 import sys
 
 # a stop while the rest is imported, which takes seconds, has nothing to save
@@ -12,19 +11,17 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from rich import box
-from rich.table import Table
 
 from jaxspec import mesh as meshes
-from jaxspec.build import automatic
+from jaxspec.build import automatic_sizes
 from jaxspec.compiled import findings, hardware
 from jaxspec.compiled.compiler import (
     StderrCapture,
@@ -32,8 +29,7 @@ from jaxspec.compiled.compiler import (
     set_check_options,
     use_mesh_devices,
 )
-from jaxspec.compiled.hardware import LOCAL_DEVICES, Card
-from jaxspec.compiled.tables import build_collectives_table, build_work_table, cost_to_json
+from jaxspec.compiled.hardware import LOCAL_DEVICES
 from jaxspec.config.check import check_config
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import check_folders
@@ -41,14 +37,16 @@ from jaxspec.config.here import resolve_from_local_files
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
-from jaxspec.host import fit as memory
-from jaxspec.host.job import Job, at_once, make_job, start_jax
-from jaxspec.host.programs import abstract, times_real_rounds
+from jaxspec.host import memory
+from jaxspec.host.check_report import CheckResult, StepTarget, as_json, format_gib, print_report
+from jaxspec.host.fit import DoesNotFit, FittedStep, fit_step
+from jaxspec.host.job import Job, make_job, run_without_saving, start_jax
+from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.inputs.checked import require
 from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
-from jaxspec.run.schedules import Runner, whole_step
+from jaxspec.run.schedules import StepSchedule, compile_fused_schedule
 from jaxspec.step import Step
 from jaxspec.system.progress import Heartbeat, Screen
 
@@ -68,47 +66,8 @@ GPUs without one needs the extra `check`; without it the step is compiled for vi
 CPU. The exit status is 0 where it should run, 1 where it will not, 2 for bad input. Examples:
   {COMMAND} --config rl_think.py:qwen3_8b --devices 32
   {COMMAND} --config rl_think.py:qwen3_0.6b --devices 1 --hardware rtx4090 --json"""
-_GIB = 2**30
 _MOST_VIRTUAL = 512
 """Devices that a CPU can be split into."""
-
-
-class StepTarget(NamedTuple):
-    """What a step is compiled for."""
-
-    name: str
-    card: Card | None
-    """None: the devices that are here."""
-    devices: list[Any]
-    virtual: bool
-    """Whether the CPU's virtual devices stand for the card's."""
-
-    @property
-    def memory_limit(self) -> int:
-        """Bytes that a device has."""
-        return self.card.usable_memory if self.card else memory.device_memory()
-
-    @property
-    def label(self) -> str:
-        """In words."""
-        kind = self.card.kind if self.card else self.devices[0].device_kind
-        stand_in = ", compiled for virtual devices of this CPU" if self.virtual else ""
-        return f"{kind}{stand_in}"
-
-
-class CheckResult(NamedTuple):
-    """What there is to tell."""
-
-    job: Job
-    target: StepTarget
-    unchecked: list[str]
-    fit: memory.Fitted
-    reason: str
-    """Why it will not run; empty where it should."""
-    analysis: findings.Findings
-    warnings: list[str]
-    seconds: list[float]
-    """Of each program that was compiled, the last of which is told of."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,7 +120,7 @@ def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
         mesh = meshes.make_mesh(*check_config(resolved, device_count, processes), target.devices)
         used_target = target._replace(devices=[*mesh.devices.flat])
         job = make_job(resolved, mesh)
-        check_folders(resolved, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
+        check_folders(resolved, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
         unread_data = {item for item in unchecked if item.startswith("data.")}
         scorers = make_scorers(resolved)
         if not unread_data and not config.mixture:
@@ -226,13 +185,13 @@ def compile_step(
     config, prompts = job.config, job.config.batch.prompts
     seconds: list[float] = []
 
-    def compile_runner(step: Step) -> Runner:
+    def compile_runner(step: Step) -> StepSchedule:
         log.print_line(
             f"compiling the step for {job.mesh.size} x {target.label}; this takes minutes"
         )
         heartbeat.start_activity("tracing the step")
         start_time = time.perf_counter()
-        runner = whole_step(step, prompts, heartbeat.print_line)
+        runner = compile_fused_schedule(step, prompts, heartbeat.print_line)
         seconds.append(time.perf_counter() - start_time)
         heartbeat.start_activity("reading the compiled program")
         log.print_line(f"compiled in {seconds[-1]:.0f} s")
@@ -242,8 +201,8 @@ def compile_step(
     # what a CPU's program says of its temporaries is not true of a GPU's
     limit = sys.maxsize if target.virtual else target.memory_limit
     try:
-        fit = memory.fitted(job.step, prompts, compile_runner, automatic(config, job.mesh), limit)
-    except memory.DoesNotFit as error:
+        fit = fit_step(job.step, prompts, compile_runner, automatic_sizes(config, job.mesh), limit)
+    except DoesNotFit as error:
         fit, reason = error.smallest, str(error)
     fit = dataclasses.replace(fit, limit=target.memory_limit)
     if target.virtual and not reason:
@@ -256,30 +215,30 @@ def compile_step(
     return CheckResult(job, target, unchecked, fit, reason, analysis, warnings, seconds)
 
 
-def _overflow_reason(fit: memory.Fitted) -> str:
-    kept_bytes = sum(owner.size for owner in fit.parts if owner.name != memory.BESIDE)
-    reason = f"{_as_gib(kept_bytes)} are kept on each device, which has {_as_gib(fit.limit)}"
+def _overflow_reason(fit: FittedStep) -> str:
+    kept_bytes = sum(owner.size for owner in fit.memory_uses if owner.name != memory.TEMPORARIES)
+    reason = f"{format_gib(kept_bytes)} are kept on each device, which has {format_gib(fit.limit)}"
     return reason if kept_bytes > fit.limit else ""
 
 
-def program_expectations(fit: memory.Fitted, config: ResolvedConfig) -> findings.StepExpectation:
+def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.StepExpectation:
     """What its program is looked through for."""
     step, prompts = fit.step, config.batch.prompts
     mesh = dict(step.mesh.shape)
-    state, _, _ = abstract(step, prompts)
+    state, _, _ = abstract_arguments(step, prompts)
     networks = [state.learner.policy.network]
     if state.learner.draft is not None:
         networks.append(state.learner.draft.network)
     size = jax.numpy.dtype(config.model.dtype).itemsize
     synced = 0
     for leaf in jax.tree.leaves(networks):
-        entries = [meshes.named(entry) for entry in leaf.sharding.spec]
+        entries = [meshes.entry_axes(entry) for entry in leaf.sharding.spec]
         kept_axes = [entry for entry in entries if meshes.DATA not in entry]
         if len(kept_axes) < len(entries):
             shard_count = math.prod(mesh[axis] for entry in kept_axes for axis in entry)
             synced += leaf.size * size // shard_count
     peers = mesh[meshes.TENSOR]
-    pool = sum(owner.size for owner in fit.parts if owner.name == memory.POOL)
+    pool = sum(owner.size for owner in fit.memory_uses if owner.name == memory.POOL)
     layers = config.model.layers + max(1, config.rollout.draft.layers)
     return findings.StepExpectation(
         mesh=mesh,
@@ -290,7 +249,10 @@ def program_expectations(fit: memory.Fitted, config: ResolvedConfig) -> findings
         layer_cache_bytes=pool // (2 * layers),
         sync_bytes=synced,
         is_paged=step.sizes.page_size > 0,
-        micro_batch_flops=2 * count_active_weights(step, config) * step.learner.tokens / peers,
+        micro_batch_flops=2
+        * count_active_weights(step, config)
+        * step.learner.micro_tokens
+        / peers,
         has_experts=config.model.family.experts > 0,
         trains_draft=step.online,
         uses_command_buffers=step.generator.command_buffers,
@@ -301,7 +263,7 @@ def program_expectations(fit: memory.Fitted, config: ResolvedConfig) -> findings
 def count_active_weights(step: Step, config: ResolvedConfig) -> int:
     """Weights of the policy that a token is multiplied with: not the embedding, and of experts
     those that it is sent to."""
-    network = jax.eval_shape(step.fresh_policy)
+    network = jax.eval_shape(step.init_policy)
     policy: Decoder = network.base if isinstance(network, AdaptedDecoder) else network
     family, total = config.model.family, config.model.vocab * config.model.embed
     for path, leaf in jax.tree_util.tree_leaves_with_path(policy.layers):
@@ -312,103 +274,9 @@ def count_active_weights(step: Step, config: ResolvedConfig) -> int:
     return total
 
 
-# ---- telling
-
-
-def describe_verdict(result: CheckResult) -> str:
-    """In a line."""
-    used_bytes = sum(owner.size for owner in result.fit.parts)
-    memory_text = f"{_as_gib(used_bytes)} of {_as_gib(result.fit.limit)} a device"
-    if result.reason:
-        return f"it will not run: {result.reason}"
-    caveat = (
-        "; its temporaries are those of a program for CPUs, which are not a GPU's"
-        if result.target.virtual
-        else ""
-    )
-    warning_text = f", with {len(result.warnings)} warnings" if result.warnings else ""
-    return f"it should run: {memory_text}{caveat}{warning_text}"
-
-
-def count_micro_batches(result: CheckResult) -> int:
-    """That a data shard learns from in a step, if all rows are of the longest kind."""
-    step, config = result.fit.step, result.job.config
-    rows = config.batch.prompts * config.batch.group_size // meshes.row_shards(step.mesh)
-    return -(-rows * (config.row_length - 1) // step.learner.tokens)
-
-
-def as_json(name: str, result: CheckResult) -> dict[str, Any]:
-    """All of it as plain values; sizes are bytes on each device."""
-    step, card = result.fit.step, result.target.card
-    return {
-        "config": name,
-        "hardware": result.target.name,
-        "device": result.target.label,
-        "card": card._asdict() if card else None,
-        "devices": step.mesh.size,
-        "mesh": dict(step.mesh.shape),
-        "jax": jax.__version__,
-        "virtual": result.target.virtual,
-        "not_looked_at": result.unchecked,
-        "compile_seconds": result.seconds,
-        "sizes": step.sizes._asdict() | {"slots": step.generator.settings.slots},
-        "memory": {
-            "limit": result.fit.limit,
-            "taken": sum(owner.size for owner in result.fit.parts),
-            "owners": {owner.name: owner.size for owner in result.fit.parts},
-            "remedies": {owner.name: owner.remedy for owner in result.fit.parts},
-        },
-        "micro_batches": count_micro_batches(result),
-        "work": {phase: cost_to_json(cost) for phase, cost in result.analysis.cost_rows.items()},
-        "sync_moves_each_weight": result.analysis.sync_moves,
-        "warnings": result.warnings,
-        "runs": not result.reason,
-        "verdict": describe_verdict(result),
-    }
-
-
-def print_report(name: str, result: CheckResult, screen: Screen) -> None:
-    """The tables, and the verdict last."""
-    step, costs = result.fit.step, result.analysis.cost_rows
-    sizes, mesh = step.sizes, dict(step.mesh.shape)
-    screen.print(
-        f"{name} on {step.mesh.size} x {result.target.label}, {mesh}, jax {jax.__version__}"
-    )
-    for item in result.unchecked:
-        screen.print(f"not looked at: {item}")
-    screen.print(
-        _memory_table(result),
-        build_work_table(costs, result.target.card),
-        build_collectives_table(costs),
-    )
-    slots = step.generator.settings.slots
-    pages = f"{sizes.pages} pages of {sizes.page_size}" if sizes.page_size else "a page a row"
-    screen.print(
-        f"{count_micro_batches(result)} micro-batches of {sizes.tokens} tokens a data shard if all"
-        f" rows are of the longest kind; {slots} slots, {pages}; sync sends"
-        f" {result.analysis.sync_moves:.2f} times the bytes of the split weights"
-    )
-    for warning in result.warnings:
-        screen.print(f"warning: {warning}", markup=False)
-    screen.print(describe_verdict(result), markup=False)
-
-
-def _memory_table(result: CheckResult) -> Table:
-    table = Table("of each device", "GiB", "less with", box=box.SIMPLE)
-    for owner in sorted(result.fit.parts, key=lambda owner: -owner.size):
-        table.add_row(owner.name, f"{owner.size / _GIB:.2f}", owner.remedy)
-    total = sum(owner.size for owner in result.fit.parts)
-    table.add_row("in all", f"{total / _GIB:.2f}", f"of {result.fit.limit / _GIB:.2f}")
-    return table
-
-
-def _as_gib(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB"
-
-
 def run_program(argv: Sequence[str]) -> int:
     """The exit status of a check; a signal ends it at once."""
-    return at_once("checking", lambda _: main(argv))
+    return run_without_saving("checking", lambda _: main(argv))
 
 
 if __name__ == "__main__":

@@ -42,9 +42,16 @@ from jaxspec.evaluation.evaluator import Evaluator, ProblemChunk, ProblemRecord
 from jaxspec.evaluation.program import compile_evaluator
 from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.hf.pretrained import fingerprint_checkpoint
-from jaxspec.host.job import Job, reported, started
-from jaxspec.host.loaded_run import Run, check_weights, find_run, measured_factors, restored
-from jaxspec.host.workdir import data_digests, held
+from jaxspec.host.job import Job, report_errors, run_config
+from jaxspec.host.loaded_run import (
+    SavedRun,
+    check_draft_weights,
+    find_run,
+    resize_overlap,
+    restore_merged_state,
+)
+from jaxspec.host.starts import data_digests
+from jaxspec.host.workdir import lock_workdir
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names, read_json
 from jaxspec.preparation.policy import load_draft, load_policy
@@ -99,10 +106,10 @@ def main(argv: Sequence[str]) -> int:
         return resolved
 
     def run_job(job: Job, interrupt: Interrupt) -> int:
-        with held(job, refuse_run_folder) as folder:
+        with lock_workdir(job, refuse_run_folder) as folder:
             return run_evaluation(job, interrupt, folder, run)
 
-    return started(resolve, run_job)
+    return run_config(resolve, run_job)
 
 
 def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -113,7 +120,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def evaluation_config(words: Sequence[str], run: Run | None) -> Config:
+def evaluation_config(words: Sequence[str], run: SavedRun | None) -> Config:
     """The config of an evaluation: that of the command line's words, or a run's."""
     base = None
     if run is not None:
@@ -126,7 +133,7 @@ def evaluation_config(words: Sequence[str], run: Run | None) -> Config:
     config = replace(drop_training_sets(config), kl=KlConfig())
     if run is None:  # what would only be trained is not there
         return replace(config, offline=OfflineConfig(steps=0))
-    check_weights(run.config.rollout.draft, config.rollout.draft)
+    check_draft_weights(run.config.rollout.draft, config.rollout.draft)
     return expand_home(config)
 
 
@@ -149,7 +156,7 @@ def drop_training_sets(config: Config) -> Config:
     )
 
 
-def require_draft_weights(config: ResolvedConfig, run: Run | None) -> None:
+def require_draft_weights(config: ResolvedConfig, run: SavedRun | None) -> None:
     """Refuses a draft of which there are no weights."""
     draft = config.rollout.draft
     require(
@@ -159,13 +166,13 @@ def require_draft_weights(config: ResolvedConfig, run: Run | None) -> None:
     )
 
 
-def use_run_sizes(config: Config, run: Run) -> ResolvedConfig:
+def use_run_sizes(config: Config, run: SavedRun) -> ResolvedConfig:
     """The config with what a run's checkpoints say of their sizes."""
     run_sizes = {name: getattr(run.config, name) for name in ("model", "head", "draft_model")}
     return ResolvedConfig(**vars(config) | run_sizes)
 
 
-def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: Run | None) -> int:
+def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun | None) -> int:
     """Asks what is not answered yet, and tells the results."""
     with interrupt.exit_on_signal("starting"):
         scorers = make_scorers(job.config)
@@ -253,7 +260,7 @@ def refuse_run_folder(job: Job, folder: Path) -> None:
     require(not run_files, f"{folder} is the folder of a training run; name another with --workdir")
 
 
-def claim_folder(job: Job, folder: Path, run: Run | None) -> None:
+def claim_folder(job: Job, folder: Path, run: SavedRun | None) -> None:
     """Notes what is evaluated in the folder, or refuses one that has answers to something else."""
     config = to_json(job.config)
     paths = job.config.model.path, job.config.lora.path, job.config.rollout.draft.path
@@ -293,21 +300,21 @@ def without_optimizers(learner: Learner) -> Learner:
     return replace(learner, policy_optimizer=identity, draft_optimizer=identity)
 
 
-def load_weights(job: Job, interrupt: Interrupt, run: Run | None) -> TrainState:
+def load_weights(job: Job, interrupt: Interrupt, run: SavedRun | None) -> TrainState:
     """Policy and draft of the checkpoints that the config names, or of a run's."""
     step, factors = job.step, None
     if run is None:
-        shapes = jax.eval_shape(step.fresh_draft)
+        shapes = jax.eval_shape(step.init_draft)
         policy, network = load_policy(job, interrupt), load_draft(job, shapes)
     else:
-        restored_state, generator = restored(run, job)
+        restored_state, generator = restore_merged_state(run, job)
         policy, draft = restored_state.learner.policy.network, restored_state.learner.draft
         network = draft.network if draft else None
-        factors = measured_factors(
+        factors = resize_overlap(
             restored_state.generator.overlap_by_factor, step.generator, generator.settings.grid
         )
     layout = step.state_shardings()
-    state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
+    state = jax.jit(step.init_state, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
     if factors is None:
         return state
     return state.replace(generator=state.generator.replace(overlap_by_factor=factors))
@@ -346,4 +353,4 @@ def comparison_table(first: str, second: str, differences: Mapping[str, PairedDi
 
 
 if __name__ == "__main__":
-    sys.exit(reported(lambda: main(sys.argv[1:])))
+    sys.exit(report_errors(lambda: main(sys.argv[1:])))

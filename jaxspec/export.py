@@ -25,15 +25,15 @@ import numpy as np
 from jaxspec import mesh as meshes
 from jaxspec.config.cli import override_settings, take_option
 from jaxspec.config.settings import MeshConfig, ResolvedConfig
-from jaxspec.drafts.base import Export, Files
-from jaxspec.drafts.kinds import kind_of, learned
+from jaxspec.drafts.base import DraftFiles, ExportSpec
+from jaxspec.drafts.kinds import get_kind, get_learned
 from jaxspec.hf.names import policy_mappings
 from jaxspec.hf.peft import adapter_config_json, adapter_tensors
 from jaxspec.hf.policy_config import policy_config_json
 from jaxspec.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, stream_tensors
 from jaxspec.hf.tensor_files import WEIGHTS_FILE, write_tensors
-from jaxspec.host.job import Job, at_once, make_job, start_jax
-from jaxspec.host.loaded_run import Run, check_tokenizer, find_run, read_state
+from jaxspec.host.job import Job, make_job, run_without_saving, start_jax
+from jaxspec.host.loaded_run import SavedRun, check_tokenizer, find_run, read_state
 from jaxspec.host.workdir import require_outside_runs
 from jaxspec.inputs.checked import CheckedConfig, require
 from jaxspec.models.lora import AdaptedDecoder, change_retention, merge_lora
@@ -90,7 +90,7 @@ LazyTensor = tuple[str, int, Callable[[], np.ndarray]]
 """Name, bytes, and what makes it."""
 
 
-def export_run(run: Run, options: ExportOptions) -> Path:
+def export_run(run: SavedRun, options: ExportOptions) -> Path:
     """Writes the folder, whole or not at all, and returns it.
 
     Raises:
@@ -106,10 +106,10 @@ def export_run(run: Run, options: ExportOptions) -> Path:
     tokenizer = options.tokenizer or run.config.data.tokenizer
     check_tokenizer(run.config.data.tokenizer, tokenizer)
     kind = run.config.rollout.draft.kind
-    learned_kind = kind_of(kind).learned
+    learned_kind = get_kind(kind).learned
     require(
         options.draft != "speculators"
-        or (learned_kind is not None and "speculators" in learned_kind.forms),
+        or (learned_kind is not None and "speculators" in learned_kind.export_formats),
         f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}",
     )
     job = _open_job(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
@@ -141,7 +141,7 @@ def _open_job(config: ResolvedConfig) -> Job:
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 
 
-def _write_folder(folder: Path, out: Path, job: Job, run: Run, options: ExportOptions) -> None:
+def _write_folder(folder: Path, out: Path, job: Job, run: SavedRun, options: ExportOptions) -> None:
     """Writes everything into `folder`, which will be moved to `out`."""
     model = job.config.model
     state = read_state(run, job.step, options.draft != "none")
@@ -158,16 +158,16 @@ def _write_folder(folder: Path, out: Path, job: Job, run: Run, options: ExportOp
     content = policy_config_json(model, policy_dtype.name, _special_ids(job.tokenizer))
     tensors = list(stream_tensors(policy_mappings(model), policy, policy_dtype))
     draft_files = None if network is None else _export_draft(network, out, job, options, dtype)
-    if draft_files is not None and draft_files.with_policy:
-        content, tensors = content | draft_files.content, [*tensors, *draft_files.tensors]
+    if draft_files is not None and draft_files.merge_with_policy:
+        content, tensors = content | draft_files.config, [*tensors, *draft_files.tensors]
     _write_json(folder / CONFIG_FILE, content)
     _write_tokenizer(folder, job)
     _write_weights(folder, "policy", tensors)
-    if draft_files is not None and not draft_files.with_policy:
+    if draft_files is not None and not draft_files.merge_with_policy:
         (folder / "draft").mkdir()
-        if draft_files.tokenizer:
+        if draft_files.needs_tokenizer:
             _write_tokenizer(folder / "draft", job)
-        _write_json(folder / "draft" / CONFIG_FILE, draft_files.content)
+        _write_json(folder / "draft" / CONFIG_FILE, draft_files.config)
         _write_weights(folder / "draft", "draft", draft_files.tensors)
 
 
@@ -216,17 +216,17 @@ def _write_adapter(folder: Path, out: Path, job: Job, policy: AdaptedDecoder, dt
 
 def _export_draft(
     network: PyTree, out: Path, job: Job, options: ExportOptions, dtype: Any
-) -> Files:
+) -> DraftFiles:
     """A learned draft as its kind is published, for the policy that will be in `out`."""
     draft = job.config.rollout.draft
-    request = Export(
+    request = ExportSpec(
         policy=replace(job.config.model, path=str(out)),
-        form=options.draft,
+        format=options.draft,
         dtype=dtype,
-        length=draft.max_draft_length,
-        ids=_special_ids(job.tokenizer),
+        draft_length=draft.max_draft_length,
+        special_tokens=_special_ids(job.tokenizer),
     )
-    return learned(draft.kind).export(network, request)
+    return get_learned(draft.kind).export_files(network, request)
 
 
 def _write_weights(
@@ -286,4 +286,4 @@ def main(argv: Sequence[str], interrupt: Interrupt) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(at_once("starting", lambda interrupt: main(sys.argv[1:], interrupt)))
+    sys.exit(run_without_saving("starting", lambda interrupt: main(sys.argv[1:], interrupt)))

@@ -43,35 +43,35 @@ TRAIN_RULES: Rules = {**ROLLOUT_RULES, "embed": ROWS}
 """Train layout: all are split over what splits rows too (FSDP), along the embedding width."""
 
 
-def cores() -> int:
+def core_count() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads() -> int:
+def thread_count() -> int:
     """Threads of each device of a CPU."""
-    return environment_number("NPROC", 1) or cores()
+    return environment_number("NPROC", 1) or core_count()
 
 
-def machine(mesh: Mesh) -> dict[str, Any]:
+def describe_machine(mesh: Mesh) -> dict[str, Any]:
     """What a program runs on."""
-    device, file = mesh.devices.flat[0], Path("/proc/cpuinfo")
-    model = (
-        re.search(r"model name\s*: (.*)", file.read_text(encoding="utf-8"))
-        if file.exists()
+    device, cpu_info = mesh.devices.flat[0], Path("/proc/cpuinfo")
+    cpu_model = (
+        re.search(r"model name\s*: (.*)", cpu_info.read_text(encoding="utf-8"))
+        if cpu_info.exists()
         else None
     )
     return {
         "device": device.device_kind,
         "mesh": dict(mesh.shape),
-        "cpu": model[1] if model else platform.machine(),
+        "cpu": cpu_model[1] if cpu_model else platform.machine(),
         "cores": os.cpu_count(),
     }
 
 
-def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
-    """On a CPU, makes one device per core with one thread each, or as many as `wanted`, with
-    `threads` each (0: all).
+def prepare_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
+    """On a CPU, makes one device per core with one thread each, or `device_count`, with
+    `threads_per_device` each (0: all).
 
     Rows need nothing of one another while they are generated: on two cores, two devices of one
     thread each decoded small models 1.1 to 2.8 times as fast as one device with both threads.
@@ -84,40 +84,40 @@ def prepare_devices(wanted: int = 0, threads: int = 0) -> None:
         holds no such number.
     """
     environment_number("NPROC", 1)
-    given, local = (
+    configured_count, local_count = (
         environment_number(name, 1, _MOST_DEVICES)
         for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
     )
-    if _forced_devices() or given:
+    if _has_forced_devices() or configured_count:
         return
     # whoever wanted more is told what there is
-    count = local or min(wanted or cores(), _MOST_DEVICES)
+    count = local_count or min(device_count or core_count(), _MOST_DEVICES)
     # read by XLA's CPU client when it starts
-    os.environ.setdefault("NPROC", str(threads or max(1, cores() // count)))
+    os.environ.setdefault("NPROC", str(threads_per_device or max(1, core_count() // count)))
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def _forced_devices() -> bool:
+def _has_forced_devices() -> bool:
     """Whether XLA_FLAGS says how many devices a CPU has; of flags that it cannot read, XLA says
     less or far too much."""
-    words = os.environ.get("XLA_FLAGS", "").split()
-    if not words:
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if not flags:
         os.environ.pop("XLA_FLAGS", None)  # for a value of blanks XLA ends the process
-    file = words and not words[0].startswith("--")
+    has_file = flags and not flags[0].startswith("--")
     require(
-        not file or Path(words[0]).is_file(),
-        f"XLA_FLAGS starts with {words[:1]}: neither a flag (--NAME=VALUE) nor a file of flags",
+        not has_file or Path(flags[0]).is_file(),
+        f"XLA_FLAGS starts with {flags[:1]}: neither a flag (--NAME=VALUE) nor a file of flags",
     )
     counts = [
-        word.partition("=")[2]
-        for word in words
-        if word.startswith("--xla_force_host_platform_device_count")
+        flag.partition("=")[2]
+        for flag in flags
+        if flag.startswith("--xla_force_host_platform_device_count")
     ]
     for count in counts:
-        good = 1 <= (parse_whole_number(count) or 0) <= _MOST_DEVICES
+        is_valid = 1 <= (parse_whole_number(count) or 0) <= _MOST_DEVICES
         flag = f"--xla_force_host_platform_device_count={count}"
         require(
-            good,
+            is_valid,
             f"XLA_FLAGS has {flag}; give a whole number, 1 or more and at most {_MOST_DEVICES}",
         )
     return bool(counts)
@@ -132,20 +132,20 @@ def count_devices() -> int:
     try:
         return jax.device_count()
     except (RuntimeError, AssertionError) as error:
-        asked = os.environ.get("JAX_PLATFORMS")
-        which = (
-            f"JAX_PLATFORMS is {asked!r}, and there is no such device here"
-            if asked
+        platforms = os.environ.get("JAX_PLATFORMS")
+        problem = (
+            f"JAX_PLATFORMS is {platforms!r}, and there is no such device here"
+            if platforms
             else "JAX finds no device here"
         )
-        said = f" ({first_line(error)})" if str(error) else ""
+        details = f" ({first_line(error)})" if str(error) else ""
         raise ConfigError(
-            f"{which}{said}; unset JAX_PLATFORMS, or install JAX for that device (bash"
+            f"{problem}{details}; unset JAX_PLATFORMS, or install JAX for that device (bash"
             " launch/venv.sh)"
         ) from error
 
 
-def accelerated(mesh: Mesh) -> bool:
+def has_accelerators(mesh: Mesh) -> bool:
     """Whether its devices are accelerators."""
     return mesh.devices.flat[0].platform != "cpu"
 
@@ -154,15 +154,15 @@ TILE = 128
 """Positions of a tile on accelerators. XLA pads the operands of other products by copies."""
 
 
-def whole_tiles(mesh: Mesh, positions: int) -> int:
+def round_to_tiles(mesh: Mesh, positions: int) -> int:
     """Positions rounded up to whole tiles of its devices; on CPUs as they are."""
-    return -(-positions // TILE) * TILE if accelerated(mesh) else positions
+    return -(-positions // TILE) * TILE if has_accelerators(mesh) else positions
 
 
-def lone_cpu(mesh: Mesh) -> bool:
+def has_single_cpu_shards(mesh: Mesh) -> bool:
     """Whether every data shard is one device, a CPU: there, weights and caches are laid out for
     XLA's kernels."""
-    return not accelerated(mesh) and mesh.shape[TENSOR] == 1
+    return not has_accelerators(mesh) and mesh.shape[TENSOR] == 1
 
 
 def make_mesh(
@@ -175,12 +175,12 @@ def make_mesh(
     return Mesh(grid.reshape(data, expert, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def row_shards(mesh: Mesh) -> int:
+def row_shard_count(mesh: Mesh) -> int:
     """Into how many parts rows are split."""
     return mesh.shape[DATA] * mesh.shape[EXPERT]
 
 
-def shardings(
+def assign_shardings(
     mesh: Mesh,
     tree: Any,
     axes: Mapping[str, tuple[str | None, ...]],
@@ -196,61 +196,61 @@ def shardings(
     replicated, as is a leaf without an entry.
     """
 
-    def one(path: Any, leaf: Any) -> NamedSharding:
+    def choose_sharding(path: Any, leaf: Any) -> NamedSharding:
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         if names and names[-1] == "value":  # the content of a flax Param
             names.pop()
-        logical = axes.get(names[-1], ()) if names else ()
-        if logical[:1] == (None,) and leaf.ndim == len(logical) - 1:
-            logical = logical[1:]
-        if len(logical) != leaf.ndim:
+        logical_axes = axes.get(names[-1], ()) if names else ()
+        if logical_axes[:1] == (None,) and leaf.ndim == len(logical_axes) - 1:
+            logical_axes = logical_axes[1:]
+        if len(logical_axes) != leaf.ndim:
             return NamedSharding(mesh, P())
-        small, free = leaf.size < shard_above, list(mesh.axis_names)
+        is_small, free_axes = leaf.size < shard_above, list(mesh.axis_names)
         entries = []
-        for name, size in zip(logical, leaf.shape, strict=True):
-            physical = tuple(axis for axis in rules.get(name or "", ()) if axis in free)
-            if small and DATA in physical:
-                physical = ()
-            while size % math.prod(mesh.shape[axis] for axis in physical):
-                physical = physical[:-1]
-            free = [axis for axis in free if axis not in physical]
-            entries.append(physical[0] if len(physical) == 1 else physical or None)
+        for name, size in zip(logical_axes, leaf.shape, strict=True):
+            mesh_axes = tuple(axis for axis in rules.get(name or "", ()) if axis in free_axes)
+            if is_small and DATA in mesh_axes:
+                mesh_axes = ()
+            while size % math.prod(mesh.shape[axis] for axis in mesh_axes):
+                mesh_axes = mesh_axes[:-1]
+            free_axes = [axis for axis in free_axes if axis not in mesh_axes]
+            entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
         return NamedSharding(mesh, P(*entries))
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(choose_sharding, tree)
 
 
-def named(entry: Any) -> tuple[str, ...]:
+def entry_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes of an entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def by_rows(spec: P) -> P:
+def keep_row_axes(spec: P) -> P:
     """How a leaf is split over the axes that split rows alone."""
-    kept = [tuple(axis for axis in named(entry) if axis in ROWS) for entry in spec]
-    return P(*(entry or None for entry in kept))
+    row_axes = [tuple(axis for axis in entry_axes(entry) if axis in ROWS) for entry in spec]
+    return P(*(entry or None for entry in row_axes))
 
 
-def on_each_shard(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def shard_map_rows(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function of every shard of rows by itself: a `shard_map` that is manual over what splits
     them, in which all that goes between shards is what the function says.
 
     A `tensor` axis of one device is manual too: else JAX says of every operation how it is split
     over that axis, which makes a program a half longer and slower to compile.
     """
-    names = {*ROWS} if mesh.shape[TENSOR] > 1 else {*AXES}
+    manual_axes = {*ROWS} if mesh.shape[TENSOR] > 1 else {*AXES}
     return jax.shard_map(
         function,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=names,
+        axis_names=manual_axes,
         check_vma=False,
     )
 
 
-def on_each_member(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Inside `on_each_shard`: the function on every member of `tensor` by itself, where the
+def shard_map_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """Inside `shard_map_rows`: the function on every member of `tensor` by itself, where the
     compiler would split it as it likes. Where there is one member, or no mesh, the function."""
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR not in mesh.auto_axes or mesh.shape[TENSOR] == 1:
@@ -265,78 +265,78 @@ def on_each_member(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
     )
 
 
-def summed_over_members(parts: Any) -> Any:
-    """Inside `on_each_member`: what the members of `tensor` have parts of."""
+def sum_over_tensor(partial_sums: Any) -> Any:
+    """Inside `shard_map_tensor`: what the members of `tensor` have parts of."""
     mesh = jax.sharding.get_abstract_mesh()
-    return lax.psum(parts, TENSOR) if _manual(TENSOR, mesh) else parts
+    return lax.psum(partial_sums, TENSOR) if _is_manual(TENSOR, mesh) else partial_sums
 
 
-def of_any_expert(value: Any) -> Any:
-    """Inside `on_each_shard`: the largest value of the members of `expert`, or whether something
+def max_over_experts(value: Any) -> Any:
+    """Inside `shard_map_rows`: the largest value of the members of `expert`, or whether something
     holds for any. They step together, as all take part when tokens go to the experts, so that what
     they decide about steps must be the same."""
     mesh = jax.sharding.get_abstract_mesh()
-    return lax.pmax(value, EXPERT) if _manual(EXPERT, mesh) else value
+    return lax.pmax(value, EXPERT) if _is_manual(EXPERT, mesh) else value
 
 
-def summed_over_experts(value: Any) -> Any:
-    """Inside `on_each_shard`: the sum of what the members of `expert` counted."""
+def sum_over_experts(value: Any) -> Any:
+    """Inside `shard_map_rows`: the sum of what the members of `expert` counted."""
     mesh = jax.sharding.get_abstract_mesh()
-    return lax.psum(value, EXPERT) if _manual(EXPERT, mesh) else value
+    return lax.psum(value, EXPERT) if _is_manual(EXPERT, mesh) else value
 
 
-_PLAIN = contextvars.ContextVar("plain twins of kernels", default=False)
+_PLAIN_KERNELS = contextvars.ContextVar("plain twins of kernels", default=False)
 
 
 @contextlib.contextmanager
-def plain_twins() -> Iterator[None]:
+def use_plain_kernels() -> Iterator[None]:
     """Programs that this thread traces meanwhile have no GPU kernels, but their plain twins."""
-    token = _PLAIN.set(True)
+    token = _PLAIN_KERNELS.set(True)
     try:
         yield
     finally:
-        _PLAIN.reset(token)
+        _PLAIN_KERNELS.reset(token)
 
 
-def kind_in_scope() -> str:
+def device_kind_in_scope() -> str:
     """Kind of the devices of the mesh in scope; empty without one, or without kernels."""
-    if _PLAIN.get():
+    if _PLAIN_KERNELS.get():
         return ""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
 
 
-def gpus_in_scope() -> bool:
+def has_gpus_in_scope() -> bool:
     """Whether they are NVIDIA GPUs."""
-    return kind_in_scope().startswith("NVIDIA")
+    return device_kind_in_scope().startswith("NVIDIA")
 
 
-def _manual(axis: str, mesh: Any) -> bool:
+def _is_manual(axis: str, mesh: Any) -> bool:
     return axis in mesh.manual_axes and mesh.shape[axis] > 1
 
 
-def rows_sharding(mesh: Mesh) -> NamedSharding:
+def row_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of arrays whose first axis is rows (or prompts)."""
     return NamedSharding(mesh, P(ROWS))
 
 
-def by_update_sharding(mesh: Mesh) -> NamedSharding:
+def update_row_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of arrays whose first axis is updates on a batch, and the second rows."""
     return NamedSharding(mesh, P(None, ROWS))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of what every device holds whole."""
     return NamedSharding(mesh, P())
 
 
-def from_host(leaf: Any, values: np.ndarray) -> jax.Array:
+def from_host_values(leaf: Any, values: np.ndarray) -> jax.Array:
     """Values that every process has where it needs them, as a global array of the shape and
     sharding of `leaf`."""
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
 
-def holders(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
+def locate_rows(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Which processes have a copy of each of `count` rows, as a mask (processes, count), and the
     one of them that owns it (holds the first copy), as numbers (count,).
 
@@ -345,22 +345,22 @@ def holders(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
     copies = np.zeros((jax.process_count(), count), bool)
     owners = np.full(count, -1)
     for device, (rows,) in sorted(
-        rows_sharding(mesh).devices_indices_map((count,)).items(), key=lambda item: item[0].id
+        row_sharding(mesh).devices_indices_map((count,)).items(), key=lambda item: item[0].id
     ):
         copies[device.process_index, rows] = True
         owners[rows] = np.where(owners[rows] < 0, device.process_index, owners[rows])
     return copies, owners
 
 
-def local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+def read_local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
     """The given rows, all of which have a copy here, without touching other processes, and without
     room for their rows."""
     host = np.zeros((len(rows), *array.shape[1:]), array.dtype)
     for shard in array.addressable_shards:
-        first, end, _ = shard.index[0].indices(array.shape[0])
-        inside = (rows >= first) & (rows < end)
-        if inside.any():
-            host[(inside, *shard.index[1:])] = np.asarray(shard.data)[rows[inside] - first]
+        start_row, stop_row, _ = shard.index[0].indices(array.shape[0])
+        in_shard = (rows >= start_row) & (rows < stop_row)
+        if in_shard.any():
+            host[(in_shard, *shard.index[1:])] = np.asarray(shard.data)[rows[in_shard] - start_row]
     return host
 
 
@@ -368,11 +368,11 @@ def from_local_rows(leaf: Any, rows: np.ndarray, values: np.ndarray) -> jax.Arra
     """Values of the rows that have a copy here, whose numbers ascend, as a global array of the
     shape and sharding of `leaf`; no process has room for the rows of others."""
 
-    def shard(index: Any) -> np.ndarray:
-        wanted = np.arange(*index[0].indices(leaf.shape[0]))
-        return values[(np.searchsorted(rows, wanted), *index[1:])]
+    def read_shard(index: Any) -> np.ndarray:
+        shard_rows = np.arange(*index[0].indices(leaf.shape[0]))
+        return values[(np.searchsorted(rows, shard_rows), *index[1:])]
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, read_shard)
 
 
 def sum_over_processes(table: np.ndarray) -> np.ndarray:
@@ -380,21 +380,21 @@ def sum_over_processes(table: np.ndarray) -> np.ndarray:
     on its way, so that none holds as many tables as there are processes."""
     if jax.process_count() == 1:
         return table
-    mesh, add = _adding()
-    mine = jax.device_put(table[None], mesh.local_devices[0])
-    parts = jax.make_array_from_single_device_arrays(
-        (jax.process_count(), *table.shape), NamedSharding(mesh, P("process")), [mine]
+    mesh, sum_tables = _compile_process_sum()
+    local_table = jax.device_put(table[None], mesh.local_devices[0])
+    tables = jax.make_array_from_single_device_arrays(
+        (jax.process_count(), *table.shape), NamedSharding(mesh, P("process")), [local_table]
     )
-    return np.asarray(add(parts).addressable_data(0))
+    return np.asarray(sum_tables(tables).addressable_data(0))
 
 
 @functools.cache
-def _adding() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+def _compile_process_sum() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
     """One device of each process, and what adds up an array over its first axis, which is split
     over them."""
-    firsts = {device.process_index: device for device in reversed(jax.devices())}
-    devices = np.asarray([firsts[process] for process in sorted(firsts)])
+    first_devices = {device.process_index: device for device in reversed(jax.devices())}
+    devices = np.asarray([first_devices[process] for process in sorted(first_devices)])
     mesh = Mesh(devices, ("process",), axis_types=(AxisType.Auto,))
     return mesh, jax.jit(
-        lambda parts: parts.sum(axis=0, dtype=parts.dtype), out_shardings=NamedSharding(mesh, P())
+        lambda table: table.sum(axis=0, dtype=table.dtype), out_shardings=NamedSharding(mesh, P())
     )

@@ -30,18 +30,18 @@ from jaxspec.config.settings import (
     VerifyRule,
 )
 from jaxspec.data.problem_source import Problem
-from jaxspec.drafts.kinds import kind_of
-from jaxspec.host.job import at_once
+from jaxspec.drafts.kinds import get_kind
+from jaxspec.host.job import run_without_saving
 from jaxspec.host.loaded_run import (
-    Answer,
     LoadedRun,
-    Piece,
+    PromptAnswer,
+    RoundTokens,
+    check_draft_weights,
     check_tokenizer,
-    check_weights,
+    encode_prompt,
     find_run,
-    open_here,
-    read_prompt,
-    restore,
+    open_single_shard,
+    restore_weights,
 )
 from jaxspec.inputs.checked import CheckedConfig, ConfigError, Range, require
 from jaxspec.inputs.spec import Count, Natural
@@ -138,7 +138,7 @@ def sampling_config(
     longest = options.max_prompt_length + options.max_new_tokens
     require_countable(f"--samples {options.samples}:", options.samples, longest)
     rollout = settle_draft_settings(replace(run, rollout=rollout), words, prefix="rollout.").rollout
-    check_weights(run.rollout.draft, rollout.draft)
+    check_draft_weights(run.rollout.draft, rollout.draft)
     check_tokenizer(run.data.tokenizer, options.tokenizer)
     data = replace(
         run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer
@@ -157,7 +157,7 @@ def sampling_config(
 def _adapt_to_single_row(rollout: RolloutConfig) -> RolloutConfig:
     """For a single row: without siblings and earlier answers, history is the latest n-gram
     match."""
-    lookup_kind = kind_of(rollout.lookup_kind).alone
+    lookup_kind = get_kind(rollout.lookup_kind).single_row_kind
     if not lookup_kind:
         return rollout
     lookup, draft = replace(rollout.lookup, rule="latest"), rollout.draft
@@ -177,7 +177,7 @@ class RowWriter:
         self._ids: list[int] = []
         self._shown_length = 0
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: RoundTokens) -> None:
         """Shows what a round gave, up to the last whole character: a token may end in the middle of
         one."""
         drafted_text = self._decode_next(piece.tokens[: piece.accepted])
@@ -214,9 +214,9 @@ def answer_prompt(
     """Answers a prompt and says what speculation did: a single row as it comes, several one after
     another."""
     writers = [RowWriter(console, tokenizer) for _ in range(samples)]
-    pieces: list[list[Piece]] = [[] for _ in range(samples)]
-    for result in loaded_run.rounds(problem):
-        if isinstance(result, Answer):
+    pieces: list[list[RoundTokens]] = [[] for _ in range(samples)]
+    for result in loaded_run.generate_rounds(problem):
+        if isinstance(result, PromptAnswer):
             for number, (writer, row, status) in enumerate(
                 zip(writers, pieces, result.status, strict=True), start=1
             ):
@@ -233,7 +233,7 @@ def answer_prompt(
                 row.append(piece)
 
 
-def summarize_answer(answer: Answer) -> str:
+def summarize_answer(answer: PromptAnswer) -> str:
     """Acceptance, speed and ending of an answer, in one line."""
     metrics, tokens = answer.metrics, answer.metrics["rollout/tokens"]
     length, tokens_per_pass = (
@@ -305,7 +305,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = override_settings(options_from_config(run.config), words, prog, ABOUT)
         config = sampling_config(run.config, options, words)
-        job = open_here(
+        job = open_single_shard(
             config
             if options.samples > 1
             else replace(config, rollout=_adapt_to_single_row(config.rollout))
@@ -313,9 +313,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         # the options here go without
         raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error
-    problems = [read_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
+    problems = [encode_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, start_time = Console(), time.perf_counter()
-    loaded_run = LoadedRun(job, restore(run, job, options.samples), options.samples)
+    loaded_run = LoadedRun(job, restore_weights(run, job, options.samples), options.samples)
     rollout = config.rollout
     kind = rollout.draft.kind
     kind = (
@@ -323,8 +323,10 @@ def main(argv: Sequence[str]) -> int:
         if not rollout.draft.is_enabled
         else f"{kind} draft, K={rollout.draft.max_draft_length}, {rollout.verify} rule"
     )
-    seconds = time.perf_counter() - start_time
-    description = f"{kind}, temperature {rollout.temperature:g}; ready in {seconds:.1f} s"
+    description = (
+        f"{kind}, temperature {rollout.temperature:g}; ready in"
+        f" {time.perf_counter() - start_time:.1f} s"
+    )
     _print_line(console, f"checkpoint {run.number} of {run.folder}: {description}")
     _print_legend(console, rollout)
     for problem in problems:
@@ -336,7 +338,7 @@ def _answer_lines(console: Console, loaded_run: LoadedRun, samples: int) -> int:
     status = 0
     for text in _read_lines(console):
         try:
-            problem = read_prompt(text, loaded_run.job.config, loaded_run.job.tokenizer)
+            problem = encode_prompt(text, loaded_run.job.config, loaded_run.job.tokenizer)
         except ConfigError as error:  # the next line may be good
             print(f"error: {error}", file=sys.stderr, flush=True)
             status = 2
@@ -346,4 +348,4 @@ def _answer_lines(console: Console, loaded_run: LoadedRun, samples: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(at_once("answering", lambda _: main(sys.argv[1:])))
+    sys.exit(run_without_saving("answering", lambda _: main(sys.argv[1:])))

@@ -95,18 +95,18 @@ class Statistics(Tree):
 
     rounds: Int[AnyArray, " B"]
     """Target passes the row took part in."""
-    drafted: Int[AnyArray, "B K"]
+    draft_rounds: Int[AnyArray, "B K"]
     """Rounds that offered at least 1, 2, ... K drafts."""
-    offered_in_turn: Int[AnyArray, "B K"]
+    reached: Int[AnyArray, "B K"]
     """Rounds that offered draft 1, ... K and kept every one before it: only there does the draft
     follow a text that the target has accepted."""
     accepted: Int[AnyArray, "B K"]
     """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do
     not count."""
-    kept: Int[AnyArray, "B 4"]
+    quarter_tokens: Int[AnyArray, "B 4"]
     """Tokens kept in rounds that offered a draft, by the quarter of the longest response in which
     the round began."""
-    offered: Int[AnyArray, "B 4"]
+    quarter_rounds: Int[AnyArray, "B 4"]
     """Rounds that offered a draft, likewise."""
     overlap: Float[AnyArray, "B K"]
     """Expected acceptance sum_v min(target, draft), over the rounds of `offered_in_turn`."""
@@ -115,9 +115,9 @@ class Statistics(Tree):
     of the n groups."""
     draft_entropy: Float[AnyArray, "B K"]
     """Over the rounds of `offered_in_turn`, in nats; 0 for drafts that draw nothing."""
-    began: Int[AnyArray, " B"]
+    start_round: Int[AnyArray, " B"]
     """Rounds of its shard before the row got a slot."""
-    ended: Int[AnyArray, " B"]
+    end_round: Int[AnyArray, " B"]
     """Rounds of its shard when the row ended; 0: it has not."""
     target_entropy: Float[AnyArray, " B"]
     """Over the tokens of the response, in nats."""
@@ -145,18 +145,18 @@ class Rollout(Tree):
 
 
 @pytree
-class Plan(Tree):
+class PackingPlan(Tree):
     """Which row is read where. A data shard has one pack a micro-batch: texts side by side in
     `batch.micro_tokens` positions."""
 
-    order: Int[AnyArray, " B"]
+    row_order: Int[AnyArray, " B"]
     """The row that comes to each place; a data shard has as many places as it has rows, and its
     rows have about as much text as others'."""
-    micro: Int[AnyArray, "U B"]
+    micro_batch: Int[AnyArray, "U B"]
     """The micro-batch that reads the row of each place, for each of U mini-batches; -1: none."""
-    start: Int[AnyArray, "U B"]
+    text_start: Int[AnyArray, "U B"]
     """Where in the pack its text starts."""
-    used: Int[AnyArray, " U"]
+    micro_batch_count: Int[AnyArray, " U"]
     """Micro-batches of each mini-batch."""
 
 
@@ -169,16 +169,16 @@ class Pack(NamedTuple):
 
     tokens: Int[Array, "B T"]
     labels: Int[Array, "B T"]
-    chosen: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
     """Whether the label is one to learn."""
     positions: Int[Array, "B T"]
     """Places in their own text."""
-    first: Int[Array, "B T"]
+    text_start: Int[Array, "B T"]
     """Where in the sequence that text starts."""
 
 
 @pytree
-class Finished(Tree):
+class ScoredRollout(Tree):
     """A rollout with its rewards, ready to be learnt from."""
 
     rollout: Rollout
@@ -186,14 +186,14 @@ class Finished(Tree):
     valid: Bool[AnyArray, " B"]
     """False: the row has no reward (generation or checking failed) and takes no part in the
     loss."""
-    plan: Plan
+    plan: PackingPlan
     """Which row is read in which micro-batch."""
     learn: Bool[AnyArray, ""]
     """False: nothing to learn in this call (the first one, and evaluations)."""
 
 
 @pytree
-class Trained(Tree):
+class NetworkState(Tree):
     """A network under training: master weights, optimizer state, and how often a non-finite update
     was skipped."""
 
@@ -207,7 +207,7 @@ class Trained(Tree):
 class AcceptanceEstimate(Tree):
     """How much of a draft was accepted, by depth."""
 
-    offered_in_turn: Float[Array, "*n K"]
+    reached: Float[Array, "*n K"]
     """Drafts offered after all before them were accepted; earlier calls count less."""
     accepted: Float[Array, "*n K"]
     """Those of them that were accepted."""
@@ -232,13 +232,13 @@ class Drafter(Tree):
     what its lengths are chosen by."""
 
     network: PyTree
-    choice: Int[Array, " K"]
+    factor_index: Int[Array, " K"]
     chooser: LengthChooser | None = None
     """None: all rounds draft alike."""
 
 
 @pytree
-class Ready(Tree):
+class RolloutWeights(Tree):
     """Policy and draft as generation reads them."""
 
     target: PyTree
@@ -251,8 +251,8 @@ class Ready(Tree):
 class LearnerState(Tree):
     """What learning carries from batch to batch."""
 
-    policy: Trained
-    draft: Trained | None
+    policy: NetworkState
+    draft: NetworkState | None
     online: Bool[Array, ""]
     """Whether the draft learns: data, not structure, so that a frozen and a learning draft share
     one program."""

@@ -23,23 +23,24 @@ from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
-from jaxspec.rl.learner import Learner, Metrics
+from jaxspec.rl.learner import Learner
 from jaxspec.rl.logprobs import response_mask
 from jaxspec.rl.loss_terms import KlPenalty
-from jaxspec.rl.train_batch import TrainBatch, no_plan, planned
+from jaxspec.rl.optimizers import Metrics
+from jaxspec.rl.train_batch import TrainBatch, empty_plan, plan_packing
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import Finished, Plan, Prompts, PyTree, Ready, TrainState
+from jaxspec.state import PackingPlan, Prompts, PyTree, RolloutWeights, ScoredRollout, TrainState
 
-HOST = "pinned_host"
+HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host from which a device reads by itself."""
-Advantages = Callable[..., Float[Array, "B ..."]]
+AdvantageFunction = Callable[..., Float[Array, "B ..."]]
 """(rewards, which rows have one, counts of tokens[, costs=]) -> advantages, as in
 `rl/advantages.py`."""
-Do = Callable[..., Any]
+PhaseRunner = Callable[..., Any]
 """(phase, function, *arguments) -> what the function gives: how a phase is run."""
 
 
-def at_once(phase: str, function: Callable, *arguments: Any) -> Any:
+def run_inline(phase: str, function: Callable, *arguments: Any) -> Any:
     """Runs a phase as part of whatever is being traced."""
     with jax.named_scope(phase):
         return function(*arguments)
@@ -65,25 +66,25 @@ class Step:
 
     learner: Learner
     generator: Generator
-    fresh_policy: Callable[[], Decoder]
+    init_policy: Callable[[], Decoder]
     """Random weights; also, through `jax.eval_shape`, the shapes of a policy that is loaded."""
-    kind: str
+    draft_kind: str
     """The draft's kind."""
-    fresh_draft: Callable[[], PyTree]
+    init_draft: Callable[[], PyTree]
     """Random weights of the draft, and its shapes likewise; None: it has nothing to learn."""
-    adapt: Callable[[Decoder], Decoder | AdaptedDecoder]
+    add_adapters: Callable[[Decoder], Decoder | AdaptedDecoder]
     """What is trained of a policy: itself, or adapters beside it."""
     online: bool
     """Whether the draft learns during the run."""
-    draft_learns: Schedule
+    draft_schedule: Schedule
     """From which batches, where it does."""
-    advantages: Advantages
+    compute_advantages: AdvantageFunction
     """What rewards become."""
     kl_in_reward: KlPenalty | None = None
     """What is taken from the rewards for leaving the reference policy."""
     mini_batches: int = 1
     """Into which a batch is divided, each for an update."""
-    fills: bool = False
+    uses_dynamic_sampling: bool = False
     """Whether several rollouts fill a batch (dynamic sampling)."""
 
     @property
@@ -95,144 +96,169 @@ class Step:
     def sizes(self) -> "Sizes":
         """What it takes memory by."""
         settings = self.generator.settings
-        return Sizes(self.learner.tokens, self.generator.slots, settings.page_size, settings.pages)
+        return Sizes(
+            self.learner.micro_tokens, self.generator.slots, settings.page_size, settings.pages
+        )
 
-    def resized(self, prompts: int, sizes: "Sizes") -> "Step":
+    def with_sizes(self, prompts: int, sizes: "Sizes") -> "Step":
         """This step for another number of prompts a call, with other sizes."""
         generator = dataclasses.replace(self.generator, slots=sizes.slots)
         generator = generator.with_(prompts=prompts, page_size=sizes.page_size, pages=sizes.pages)
         return dataclasses.replace(
             self,
-            learner=dataclasses.replace(self.learner, tokens=sizes.tokens),
+            learner=dataclasses.replace(self.learner, micro_tokens=sizes.tokens),
             generator=generator,
         )
 
     @property
-    def offloaded(self) -> bool:
+    def offloads_moments(self) -> bool:
         """Whether the policy's moments lie in host memory between updates."""
-        return isinstance(self.learner.policy_optimizer, optimizers.Offloaded)
+        return isinstance(self.learner.policy_optimizer, optimizers.OffloadedOptimizer)
 
     # ---- phases
 
     def train_step(
-        self, state: TrainState, finished: Finished, prompts: Prompts, do: Do = at_once
+        self,
+        state: TrainState,
+        scored: ScoredRollout,
+        prompts: Prompts,
+        run_phase: PhaseRunner = run_inline,
     ) -> tuple[Any, Any, Any, Any]:
-        """Learns from `finished`, syncs, generates the next rollout; returns state and rollout with
+        """Learns from `scored`, syncs, generates the next rollout; returns state and rollout with
         the metrics of both batches."""
-        state, learnt = do("train", self.learn, state, finished)
-        ready = do("prepare", self.sync, state)
-        rollout = do("generate", self.generator.generate, ready, prompts)
-        return state, rollout, learnt, do("measure", self.generator.measure, rollout, ready)
+        state, training_metrics = run_phase("train", self.learn, state, scored)
+        weights = run_phase("prepare", self.sync, state)
+        rollout = run_phase("generate", self.generator.generate, weights, prompts)
+        return (
+            state,
+            rollout,
+            training_metrics,
+            run_phase("measure", self.generator.measure, rollout, weights),
+        )
 
-    def learn(self, state: TrainState, finished: Finished) -> tuple[TrainState, Metrics]:
+    def learn(self, state: TrainState, scored: ScoredRollout) -> tuple[TrainState, Metrics]:
         """What both sides make of a finished rollout, when there is something to learn."""
-        batch, own = self._rewarded(state, finished)
-        observed = self.generator.observed(state.generator, finished.rollout.statistics)
+        batch, kl_metrics = self._build_rewarded_batch(state, scored)
+        observed_state = self.generator.observed(state.generator, scored.rollout.statistics)
         generator = jax.tree.map(
-            lambda new, old: jnp.where(finished.learn, new, old), observed, state.generator
+            lambda new, old: jnp.where(scored.learn, new, old), observed_state, state.generator
         )
         learner = state.learner
-        online = learner.online & self.draft_learns(generator.trend, learner.version)
-        after, metrics = self.learner.learn(learner.replace(online=online), batch, finished.learn)
-        after = after.replace(online=learner.online)
-        return TrainState(learner=after, generator=generator), metrics | own
+        online = learner.online & self.draft_schedule(generator.trend, learner.version)
+        new_learner, metrics = self.learner.learn(
+            learner.replace(online=online), batch, scored.learn
+        )
+        new_learner = new_learner.replace(online=learner.online)
+        return TrainState(learner=new_learner, generator=generator), metrics | kl_metrics
 
-    def _rewarded(self, state: TrainState, finished: Finished) -> tuple[TrainBatch, Metrics]:
+    def _build_rewarded_batch(
+        self, state: TrainState, scored: ScoredRollout
+    ) -> tuple[TrainBatch, Metrics]:
         """Builds the learner's batch. If KL is charged to the reward, subtracts it first and
         returns its mean as a metric."""
-        batch, penalty = self.batch_of(finished), self.kl_in_reward
+        batch, penalty = self.build_batch(scored), self.kl_in_reward
         if penalty is None:
             return batch, {}
-        to_go = self.learner.reference_kl(state.learner, batch, penalty, finished.learn)
-        kl = to_go[:, 0]
-        count = jnp.sum(finished.valid, dtype=kl.dtype)
-        mean = jnp.sum(jnp.where(finished.valid, kl, 0)) / jnp.maximum(count, 1)
-        metrics = {"reward/kl": jnp.where(finished.learn & (count > 0), mean, jnp.nan)}
-        if penalty.to_go:
-            return self.batch_of(finished, penalty.beta * to_go), metrics
-        rewards = finished.rewards.astype(kl.dtype) - penalty.beta * kl
-        return self.batch_of(finished.replace(rewards=rewards)), metrics
+        kl_to_go = self.learner.reference_kl(state.learner, batch, penalty, scored.learn)
+        kl = kl_to_go[:, 0]
+        count = jnp.sum(scored.valid, dtype=kl.dtype)
+        mean = jnp.sum(jnp.where(scored.valid, kl, 0)) / jnp.maximum(count, 1)
+        metrics = {"reward/kl": jnp.where(scored.learn & (count > 0), mean, jnp.nan)}
+        if penalty.reward_to_go:
+            return self.build_batch(scored, penalty.beta * kl_to_go), metrics
+        rewards = scored.rewards.astype(kl.dtype) - penalty.beta * kl
+        return self.build_batch(scored.replace(rewards=rewards)), metrics
 
-    def sync(self, state: TrainState) -> Ready:
+    def sync(self, state: TrainState) -> RolloutWeights:
         """The weights as generation reads them."""
         draft = state.learner.draft.network if state.learner.draft else None
         policy, version = state.learner.policy.network, state.learner.version
         # also what no update changes goes between devices after the update
         if needs_ordering(self.mesh):
-            tied = jax.tree.map(lambda leaf: order_after(leaf, [signal_ready(version)]), policy)
-            policy = jax.lax.with_sharding_constraint(tied, self.learner.layout(policy))
+            ordered_policy = jax.tree.map(
+                lambda leaf: order_after(leaf, [signal_ready(version)]), policy
+            )
+            policy = jax.lax.with_sharding_constraint(
+                ordered_policy, self.learner.train_layout(policy)
+            )
         return self.generator.sync(policy, draft, state.generator, version)
 
-    def batch_of(self, finished: Finished, costs: Float[Array, "B S"] | None = None) -> TrainBatch:
+    def build_batch(
+        self, scored: ScoredRollout, costs: Float[Array, "B S"] | None = None
+    ) -> TrainBatch:
         """Builds the learner's batch of the responses that have a reward; `costs` are taken from
         it, token by token."""
-        rollout = finished.rollout
-        rewards = finished.rewards.astype(rollout.logprobs.dtype)
-        chosen = response_mask(rollout) & finished.valid[:, None]
+        rollout = scored.rollout
+        rewards = scored.rewards.astype(rollout.logprobs.dtype)
+        loss_mask = response_mask(rollout) & scored.valid[:, None]
         lengths = rollout.lengths - rollout.prompt_lengths
-        counts = lengths if costs is None else chosen.astype(lengths.dtype)
+        label_counts = lengths if costs is None else loss_mask.astype(lengths.dtype)
         return TrainBatch(
             tokens=rollout.tokens,
             sampled_logprobs=rollout.logprobs,
-            chosen=chosen,
-            advantages=self.advantages(rewards, finished.valid, counts, costs=costs),
+            loss_mask=loss_mask,
+            advantages=self.compute_advantages(rewards, scored.valid, label_counts, costs=costs),
             version=rollout.version,
-            plan=finished.plan,
+            plan=scored.plan,
         )
 
-    def planned(self, read: Int[np.ndarray, " B"]) -> Plan:
+    def plan_batch(self, token_counts: Int[np.ndarray, " B"]) -> PackingPlan:
         """Which of a batch's rows, of which so many tokens are read each, is read where; on the
         host. Mini-batches have the same number of rows.
 
         Raises:
           ValueError: a row does not fit a micro-batch.
         """
-        mini = np.arange(len(read), dtype=np.int32) * self.mini_batches // len(read)
-        shards = meshes.row_shards(self.learner.mesh)
-        return planned(read, shards, self.learner.tokens, mini)
+        mini_batch = (
+            np.arange(len(token_counts), dtype=np.int32) * self.mini_batches // len(token_counts)
+        )
+        shards = meshes.row_shard_count(self.learner.mesh)
+        return plan_packing(token_counts, shards, self.learner.micro_tokens, mini_batch)
 
     # ---- state
 
-    def start(self, policy: Decoder, network: PyTree) -> TrainState:
+    def init_state(self, policy: Decoder, draft: PyTree) -> TrainState:
         """The state before the first batch, from weights, to which `lora.rank` adds adapters.
 
         Raises:
           ConfigError: the draft does not fit the policy, or the policy lacks what should have an
             adapter.
         """
-        if network is not None:
-            check_fits(self.kind, network, policy.config)
-        learner = self.learner.start(self.adapt(policy), network, self.online)
+        if draft is not None:
+            check_fits(self.draft_kind, draft, policy.config)
+        learner = self.learner.init_state(self.add_adapters(policy), draft, self.online)
         return TrainState(learner=learner, generator=self.generator.start())
 
-    def fresh(self) -> TrainState:
+    def init_random_state(self) -> TrainState:
         """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
-        return self.start(self.fresh_policy(), self.fresh_draft())
+        return self.init_state(self.init_policy(), self.init_draft())
 
     def state_shardings(self) -> TrainState:
         """The train layout of everything in the state."""
-        shapes = jax.eval_shape(self.fresh)
-        layout = self.learner.layout(shapes)
-        if not self.offloaded:
+        shapes = jax.eval_shape(self.init_random_state)
+        layout = self.learner.train_layout(shapes)
+        if not self.offloads_moments:
             return layout
         policy = layout.learner.policy
-        there = jax.tree.map(
-            lambda to, leaf: to.with_memory_kind(HOST) if leaf.ndim else to,
+        host_shardings = jax.tree.map(
+            lambda sharding, leaf: (
+                sharding.with_memory_kind(HOST_MEMORY) if leaf.ndim else sharding
+            ),
             policy.optimizer,
             shapes.learner.policy.optimizer,
         )
         return layout.replace(
-            learner=layout.learner.replace(policy=policy.replace(optimizer=there))
+            learner=layout.learner.replace(policy=policy.replace(optimizer=host_shardings))
         )
 
-    def nothing_finished(self, rows: int) -> Finished:
+    def empty_scored_rollout(self, rows: int) -> ScoredRollout:
         """Zeros in the shape of a finished rollout, with nothing to learn."""
-        rollout, off = self.generator.no_rollout(rows), jnp.zeros((rows,), bool)
+        rollout, valid = self.generator.no_rollout(rows), jnp.zeros((rows,), bool)
         rewards = jnp.zeros((rows,), jnp.float32)
-        return Finished(
+        return ScoredRollout(
             rollout=rollout,
             rewards=rewards,
-            valid=off,
-            plan=no_plan(rows, self.mini_batches),
+            valid=valid,
+            plan=empty_plan(rows, self.mini_batches),
             learn=jnp.zeros((), bool),
         )

@@ -18,9 +18,9 @@ from jaxspec.config.settings import parse_range
 from jaxspec.data.census import take_census
 from jaxspec.data.problems import describe_problems, load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
+from jaxspec.host import starts
 from jaxspec.host import workdir as workdirs
-from jaxspec.host.job import Job
-from jaxspec.host.job import run as run_program
+from jaxspec.host.job import Job, run_program
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import ConfigError
@@ -47,28 +47,28 @@ def main(job: Job, interrupt: Interrupt) -> int:
             "rollout.temperature is 0: every answer of a group would be the same, and none better;"
             " set it above 0 to train"
         )
-    with workdirs.held(job) as workdir:
-        return train(workdirs.as_begun(job, workdir), interrupt, workdir)
+    with workdirs.lock_workdir(job) as workdir:
+        return run_training(workdirs.restore_sizes(job, workdir), interrupt, workdir)
 
 
-def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
+def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     """Runs from the newest checkpoint in `workdir`, or from the start, to the closing table."""
     config = job.config
     with contextlib.ExitStack() as stack:
         with interrupt.exit_on_signal("starting"):
-            this_start = workdirs.announced(job, workdir)
+            start_record = starts.report_start(job, workdir)
             scorers = make_scorers(config)  # reading the problems may take long
             sets = load_sets(config, job.tokenizer)
-            remarked = (
+            notices = (
                 *describe_problems(config, sets),
                 *take_census(config, sets),
                 *scorers.remarks,
             )
-            for line in (*algorithms.collect_warnings(config), *remarked):
-                job.say(line)
+            for notice in (*algorithms.collect_warnings(config), *notices):
+                job.say(notice)
             try_scorers(config, sets, scorers)
-            text = read_offline_text(job)
-            checkpoints = Checkpoints(workdir / workdirs.CHECKPOINTS, log=job.say)
+            offline_text = read_offline_text(job)
+            checkpoints = Checkpoints(workdir / starts.CHECKPOINTS, log=job.say)
             run = restore_run(job, checkpoints, empty_history(config))
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
@@ -81,37 +81,42 @@ def train(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             else:
                 job.say(f"resuming {config.workdir} at batch {run.next_batch}")
             # What does not fit is refused before any weights are trained.
-            job, runner = compile_schedule(job, stack)
+            job, schedule = compile_schedule(job, stack)
             source = PromptSource(job, sets, run.history if run else None)
             scorer = RolloutScorer(job, source, scorers)
-            filler = BatchFiller(job, scorer) if job.step.fills else None
+            filler = BatchFiller(job, scorer) if job.step.uses_dynamic_sampling else None
             evaluations = stack.enter_context(
-                open_evaluations(job, source, scorer, scorers, runner, workdir)
+                open_evaluations(job, source, scorer, scorers, schedule, workdir)
             )
             if run is None:
-                run = start_run(job, interrupt, source, filler, text)
+                run = start_run(job, interrupt, source, filler, offline_text)
             else:
                 for batch in run.queue:
-                    batch.rollout = scorer.plan(batch.rollout)
-                adapt_run(job, run, source, runner)
+                    batch.rollout = scorer.plan_micro_batches(batch.rollout)
+                adapt_run(job, run, source, schedule)
             job.say(f"batch {run.next_batch} of {config.steps} is next")
-            workdirs.claim(job, workdir, this_start)
-        host = Host(source, scorer, filler, evaluations, checkpoints, runner)
-        return loop_to_the_end(job, interrupt, host, run)
+            starts.record_start(job, workdir, start_record)
+        host = Host(source, scorer, filler, evaluations, checkpoints, schedule)
+        return run_loop(job, interrupt, host, run)
 
 
-def loop_to_the_end(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
+def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
     """Makes the remaining calls, and prints the closing table. Returns the exit status."""
     config, process, workdir = job.config, jax.process_index(), host.workdir
     with contextlib.closing(host.checkpoints), MetricsWriter(workdir, process) as writer:
         writer.truncate_from(run.learned)
-        host.evaluations.cut_back(run)
-        calls, trace = parse_range("profile", config.profile), workdir / f"trace-{process}.json.gz"
-        profiler = Profiler(calls, trace, tuple(host.runner.programs.values()), print)
+        host.evaluations.truncate_records(run)
+        profiled_calls, trace_file = (
+            parse_range("profile", config.profile),
+            workdir / f"trace-{process}.json.gz",
+        )
+        profiler = Profiler(
+            profiled_calls, trace_file, tuple(host.schedule.programs.values()), print
+        )
         with contextlib.closing(profiler), Progress("rl", config.steps, process) as progress:
             loop = Loop(job, interrupt, host, writer, progress, profiler)
-            is_done = loop.go(run)
-    workdirs.note_saved(workdir)
+            is_done = loop.run_to_end(run)
+    workdirs.mark_saved(workdir)
     if not is_done:
         remedy = "goes on from there"
         if loop.unsaved:

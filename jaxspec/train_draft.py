@@ -20,10 +20,11 @@ from rich.table import Table
 from jaxspec.config.algorithms import collect_draft_warnings
 from jaxspec.config.unused import DRAFT_SETTINGS
 from jaxspec.data.problems import describe_problems, load_sets
-from jaxspec.host.job import Job, run
+from jaxspec.host.job import Job, run_program
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.preparation import draft_data
-from jaxspec.preparation.draft import ACCEPTANCE, cached_draft, tokens_kept
+from jaxspec.preparation.draft import ACCEPTANCE, get_or_train_draft
+from jaxspec.preparation.draft_training import acceptance_lengths
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Screen
 
@@ -38,7 +39,7 @@ def closing_table(outcome: dict[str, Any], depths: int) -> Group:
         table.add_column(title, justify="right")
     acceptance = outcome["acceptance"][:depths]
     for depth, (probability, token_count) in enumerate(
-        zip(acceptance, tokens_kept(acceptance), strict=True), start=1
+        zip(acceptance, acceptance_lengths(acceptance), strict=True), start=1
     ):
         table.add_row(f"{depth}", f"{probability:.3f}", f"{token_count:.2f}")
     remark = (
@@ -72,8 +73,8 @@ def main(job: Job, interrupt: Interrupt) -> int:
         sets = load_sets(job.config, job.tokenizer, require_answers=False)
         for line in (*collect_draft_warnings(job.config), *describe_problems(job.config, sets)):
             job.say(line)
-        text = draft_data.training_text(job.config, job.tokenizer, job.say)
-    weights = cached_draft(job, interrupt, text)
+        text = draft_data.read_training_text(job.config, job.tokenizer, job.say)
+    weights = get_or_train_draft(job, interrupt, text)
     if jax.process_index() == 0:
         outcome = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
         Screen().print(closing_table(outcome, max(training.ttt_steps, draft.max_draft_length)))
@@ -82,4 +83,4 @@ def main(job: Job, interrupt: Interrupt) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("train_draft", ABOUT, main, used=DRAFT_SETTINGS))
+    sys.exit(run_program("train_draft", ABOUT, main, used_settings=DRAFT_SETTINGS))

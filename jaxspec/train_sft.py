@@ -11,9 +11,9 @@ if __name__ == "__main__":
 
 
 from jaxspec.config.unused import POLICY_SETTINGS
-from jaxspec.host.job import Job, run
+from jaxspec.host.job import Job, run_program
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.preparation.policy import cached_policy
+from jaxspec.preparation.policy import get_or_train_policy
 from jaxspec.processes.process_0 import run_in_process_0_first
 from jaxspec.system.interrupt import Interrupt
 
@@ -22,16 +22,16 @@ def main(job: Job, interrupt: Interrupt) -> int:
     """Trains the warm start, or finds it in the cache, and says where it is."""
     if job.config.sft.steps == 0:
         raise ConfigError("sft.steps is 0, so there is nothing to train; set --sft.steps")
-    job.say(f"policy: {run_in_process_0_first(lambda: cached_policy(job, interrupt))}")
+    job.say(f"policy: {run_in_process_0_first(lambda: get_or_train_policy(job, interrupt))}")
     return 0
 
 
 if __name__ == "__main__":
     sys.exit(
-        run(
+        run_program(
             "train_sft",
             "Trains the policy's supervised warm start and keeps it in the cache.",
             main,
-            used=POLICY_SETTINGS,
+            used_settings=POLICY_SETTINGS,
         )
     )

@@ -280,10 +280,10 @@ def value_and_grad(
     loss_of: Callable[[Any], Any], network: Any, has_aux: bool = False
 ) -> tuple[Any, Any]:
     """`loss_of` at the whole network, and its gradient with respect to the trained leaves, as
-    `optimizers.update` takes it."""
-    read = functools.partial(optimizers.with_parameters, network)
+    `optimizers.apply_update` takes it."""
+    read = functools.partial(optimizers.replace_parameters, network)
     return jax.value_and_grad(lambda weights: loss_of(read(weights)), has_aux=has_aux)(
-        optimizers.parameters(network)
+        optimizers.trainable_parameters(network)
     )
 
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.drafts.mtp import mtp_rows
+from jaxspec.drafts.mtp import mtp_mappings
 from jaxspec.hf.draft_tensors import export_tensors
 from jaxspec.hf.eagle3_config import HeadFormat
 from jaxspec.hf.eagle3_tensors import head_tensors
 from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint
 from jaxspec.inputs.spec import ModelSpec
-from jaxspec.mesh import TRAIN_RULES, shardings
+from jaxspec.mesh import TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.layers import LOGICAL_AXES
@@ -161,7 +161,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
     config = load_policy_config(ModelSpec(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    placed = shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
+    placed = assign_shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
     wanted = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,
@@ -187,4 +187,6 @@ def draft_tensors(
     on from `target_layers`."""
     if isinstance(network, Eagle3):
         return head_tensors(network, form)
-    return export_tensors(mtp_rows(network.config, network.embedding_first, target_layers), network)
+    return export_tensors(
+        mtp_mappings(network.config, network.embedding_first, target_layers), network
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxspec.config.settings import DraftConfig, MeshConfig
 from jaxspec.host.job import make_job
 from jaxspec.models.decoder import Decoder
-from jaxspec.state import Drafter, Prompts, Ready
+from jaxspec.state import Drafter, Prompts, RolloutWeights
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import answering_config, no_history, small_mesh, tiny_network
 
@@ -34,8 +34,8 @@ def answers(
         small_mesh(1, 1),
     )
     call = jax.jit(job.step.generator.with_(prompts=1, group_size=rows).generate)
-    nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
-    ready = Ready(target=policy(), drafter=nothing, version=jnp.int32(0))
+    nothing = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
+    ready = RolloutWeights(target=policy(), drafter=nothing, version=jnp.int32(0))
     given = []
     for number, text in enumerate(texts):
         ids = character_tokenizer().encode_prompt(text)

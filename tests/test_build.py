@@ -28,32 +28,32 @@ def inputs() -> LossInputs:
         name: jnp.asarray(0.5 * random.normal(size=(2, 5)), jnp.float32)
         for name in LossInputs._fields
     }
-    parts |= {"chosen": jnp.ones((2, 5), bool), "first": jnp.zeros((2, 5), jnp.int32)}
+    parts |= {"loss_mask": jnp.ones((2, 5), bool), "text_start": jnp.zeros((2, 5), jnp.int32)}
     return LossInputs(**parts)
 
 
 def test_the_constant_is_the_longest_response() -> None:
     """Not the longest row."""
     aggregation: Any = step_of(loss=LossConfig(aggregation="constant")).learner.aggregation
-    assert aggregation.longest == 6
+    assert aggregation.max_length == 6
 
 
 def test_a_constant_counts_the_rows_of_a_mini_batch() -> None:
     batch = BatchConfig(prompts=8, group_size=2, mini_batches=4)
     step = step_of(loss=LossConfig(aggregation="constant"), batch=batch)
     aggregation: Any = step.learner.aggregation
-    assert aggregation.rows == 4
+    assert aggregation.row_count == 4
 
 
 def test_a_schedule_ends_with_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 3 batches with 2 x 2 updates each, the twelfth is the last that moves anything."""
-    made, schedule = [], build.optimizers.scheduled
+    made, schedule = [], build.optimizers.warmup_schedule
 
     def record(*given: Any) -> Any:
         made.append(schedule(*given))
         return made[-1]
 
-    monkeypatch.setattr(build.optimizers, "scheduled", record)
+    monkeypatch.setattr(build.optimizers, "warmup_schedule", record)
     optimizer = OptimizerConfig(schedule="linear", learning_rate=0.1)
     step_of(optimizer=optimizer, batch=BatchConfig(prompts=8, mini_batches=2, epochs=2), steps=3)
     (rate,) = made
@@ -71,7 +71,7 @@ def test_kl_importance_weighs_the_estimate(importance: bool) -> None:
     )
     x = reference - policy
     wanted = (np.exp(x) - 1 - x) * (np.exp(policy - sampled) if importance else 1)
-    np.testing.assert_allclose(loss(given).measured["kl"], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss(given).metrics["kl"], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_an_entropy_bonus_lowers_the_loss() -> None:
@@ -94,7 +94,7 @@ def test_a_frozen_router_and_the_learning_rate_reach_the_learner() -> None:
     assert learner.learning_rate is not None
     rates = [np.asarray(learner.learning_rate(count)) for count in (0, 1, 9)]
     np.testing.assert_allclose(rates, [0.025, 0.05, 0.1], rtol=1e-6)
-    weights = optimizers.parameters(tiny_network(Decoder, model, 1))
+    weights = optimizers.trainable_parameters(tiny_network(Decoder, model, 1))
     state = learner.policy_optimizer.init(weights)
     assert optimizers.update_count(state) == 0
     router = weights.layers.router.shape

@@ -15,7 +15,7 @@ from jaxspec.compiled.counts import Collective, Cost
 from jaxspec.compiled.hardware import HARDWARE
 from jaxspec.config.here import resolve_from_local_files
 from jaxspec.config.presets import QWEN3_8B, QWEN3_235B_A22B, spec_without_checkpoint
-from jaxspec.host.job import at_once
+from jaxspec.host.job import run_without_saving
 from jaxspec.inputs.checked import ConfigError
 from tests.bad_inputs.programs import assert_one_line, ended, trained
 from tests.config.command_line import load
@@ -361,7 +361,7 @@ def test_the_parts_of_a_step_have_rows() -> None:
 
 def test_it_ends_at_once_on_bad_words(capsys: pytest.CaptureFixture[str]) -> None:
     status, printed = ended(
-        lambda: at_once("checking", lambda _: check.main(["--nonsense"])), capsys
+        lambda: run_without_saving("checking", lambda _: check.main(["--nonsense"])), capsys
     )
     assert status == 2
     assert "no --config" in printed

@@ -28,10 +28,10 @@ from jaxspec.config.settings import (
     MeshConfig,
     RolloutConfig,
 )
-from jaxspec.host.programs import abstract
+from jaxspec.host.programs import abstract_arguments
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.mesh import DATA
-from jaxspec.state import Finished, Prompts, TrainState
+from jaxspec.state import Prompts, ScoredRollout, TrainState
 from tests import cuda
 from tests.conftest import tiny_config, tiny_model
 
@@ -100,10 +100,10 @@ def learn(card: Card, tokens: int, draft: DraftConfig) -> Found:
     )
     mesh = cuda.mesh_of(card, 2)
     step = build_step(config, mesh, (1,), vocab)
-    state, finished, _ = abstract(step, prompts)
+    state, finished, _ = abstract_arguments(step, prompts)
 
-    def run(state: TrainState, finished: Finished) -> Any:
-        return step.learner.learn(state.learner, step.batch_of(finished))
+    def run(state: TrainState, finished: ScoredRollout) -> Any:
+        return step.learner.learn(state.learner, step.build_batch(finished))
 
     return _found(cuda.compile_for_mesh(run, mesh, state, finished))
 
@@ -119,7 +119,7 @@ def loops(card: cuda.Card, draft: DraftConfig, command_buffers: bool) -> tuple[i
     )
     mesh = cuda.mesh_of(card)
     step = build_step(config, mesh, (1,), 512)
-    state, _, prompts = abstract(step, config.batch.prompts)
+    state, _, prompts = abstract_arguments(step, config.batch.prompts)
 
     def run(state: TrainState, prompts: Prompts) -> Any:
         return step.generator.generate(step.sync(state), prompts)

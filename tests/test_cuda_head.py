@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxspec.build import build_step, tokens_of
+from jaxspec.build import build_step, default_micro_tokens
 from jaxspec.compiled.counts import CostCounter
 from jaxspec.compiled.hardware import HARDWARE
 from jaxspec.compiled.text import Program
@@ -18,9 +18,9 @@ from jaxspec.config.settings import (
     LoraConfig,
     RolloutConfig,
 )
-from jaxspec.host.programs import abstract
+from jaxspec.host.programs import abstract_arguments
 from jaxspec.kernels import chunks
-from jaxspec.state import Finished, TrainState
+from jaxspec.state import ScoredRollout, TrainState
 from tests import cuda
 from tests.conftest import tiny_config, tiny_model
 
@@ -64,10 +64,10 @@ def backward(rank: int, shards: int, chunk: int) -> Backward:
     )
     mesh = cuda.mesh_of(HARDWARE["h100"], shards)
     step = build_step(config, mesh, (1,), VOCAB)
-    state, finished, _ = abstract(step, PROMPTS)
+    state, finished, _ = abstract_arguments(step, PROMPTS)
 
-    def run(state: TrainState, finished: Finished) -> Any:
-        return step.learner.learn(state.learner, step.batch_of(finished))
+    def run(state: TrainState, finished: ScoredRollout) -> Any:
+        return step.learner.learn(state.learner, step.build_batch(finished))
 
     program = Program(cuda.compile_for_mesh(run, mesh, state, finished, donate=(0,)).as_text())
     counted = CostCounter(program, dict(mesh.shape))
@@ -87,7 +87,7 @@ def backward(rank: int, shards: int, chunk: int) -> Backward:
     ]
     assert loop.trip_count
     return Backward(
-        positions=tokens_of(config, mesh),
+        positions=default_micro_tokens(config, mesh),
         turns=loop.trip_count,
         bytes=counted.count_computation(body).bytes,
         casts=any(each.results[0].dtype == "bf16" for each in wide),

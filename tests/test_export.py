@@ -31,7 +31,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import cast_floats
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
-from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
+from jaxspec.state import GeneratorState, LearnerState, NetworkState, TrainState
 from jaxspec.storage.checkpoint import Checkpoints, SaveError
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.tokens.tokenizer import character_tokenizer, load_tokenizer
@@ -91,8 +91,8 @@ def networks(config: ResolvedConfig) -> tuple[Decoder, Any]:
     return tiny_network(Decoder, config.model, 3), draft
 
 
-def trained(network: Any) -> Trained:
-    return Trained(
+def trained(network: Any) -> NetworkState:
+    return NetworkState(
         network=network, optimizer=None, skipped=jnp.int32(0), skipped_in_row=jnp.int32(0)
     )
 
@@ -112,7 +112,7 @@ def save_run(folder: Path, config: ResolvedConfig, policy: Any, draft: Any) -> P
         version=jnp.int32(3),
         recompute=jnp.array(False),
     )
-    known = GeneratorState(overlap_by_factor=measured, trend=schedule.start())
+    known = GeneratorState(overlap_by_factor=measured, trend=schedule.init_trend())
     state = TrainState(learner=learner, generator=known)
     save = Checkpoints(folder / "checkpoints")
     save.save(7, (state, None), {"batch": 3})

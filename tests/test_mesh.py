@@ -35,7 +35,7 @@ def test_members_that_hold_experts_are_nearer_than_data_shards() -> None:
     mesh = small_mesh(2, 2, 2)
     numbers = np.vectorize(lambda device: device.id)(mesh.devices)
     np.testing.assert_array_equal(numbers, np.arange(8).reshape(2, 2, 2))
-    assert meshes.row_shards(mesh) == 4
+    assert meshes.row_shard_count(mesh) == 4
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,11 @@ def test_members_that_hold_experts_are_nearer_than_data_shards() -> None:
 )
 def test_experts_and_rows_share_an_axis(shape: Any, axes: Any, wanted: Any) -> None:
     mesh = small_mesh(2, 2, 2)
-    placed = meshes.shardings(mesh, _One(jnp.zeros(shape)), {"weight": axes}, meshes.TRAIN_RULES)
+    placed = meshes.assign_shardings(
+        mesh, _One(jnp.zeros(shape)), {"weight": axes}, meshes.TRAIN_RULES
+    )
     assert trimmed(placed.weight.spec) == wanted
-    alone = meshes.shardings(
+    alone = meshes.assign_shardings(
         mesh, _One(jnp.zeros(shape)), {"weight": axes}, meshes.TRAIN_RULES, shard_above=10**6
     )
     kept = tuple(axis if axis in ("expert", "tensor") else None for axis in wanted)
@@ -62,7 +64,7 @@ def test_experts_and_rows_share_an_axis(shape: Any, axes: Any, wanted: Any) -> N
 def spec_of(
     shape: tuple[int, ...], axes: tuple[str | None, ...], rules: meshes.Rules, **options: Any
 ) -> P:
-    placed = meshes.shardings(
+    placed = meshes.assign_shardings(
         small_mesh(4, 2), _One(jnp.zeros(shape)), {"weight": axes}, rules, **options
     )
     return placed.weight.spec
@@ -116,9 +118,9 @@ def test_small_weights_are_not_sharded_over_data(above: int, wanted: Any) -> Non
 
 def test_rows_and_replicas() -> None:
     mesh = small_mesh(4, 2)
-    rows = jax.device_put(jnp.arange(16).reshape(8, 2), meshes.rows_sharding(mesh))
+    rows = jax.device_put(jnp.arange(16).reshape(8, 2), meshes.row_sharding(mesh))
     assert {shard.data.shape for shard in rows.addressable_shards} == {(2, 2)}
-    assert meshes.replicated(mesh).is_fully_replicated
+    assert meshes.replicated_sharding(mesh).is_fully_replicated
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(8, 1), (4, 2), (1, 1)])
@@ -131,9 +133,9 @@ def test_shards_and_their_members_see_their_own_part(data: int, tensor: int) -> 
 
     def of_a_shard(rows: jax.Array) -> jax.Array:
         split = P(None, "tensor")
-        return meshes.on_each_member(of_a_member, split, split)(rows) + rows.shape[0]
+        return meshes.shard_map_tensor(of_a_member, split, split)(rows) + rows.shape[0]
 
-    run = jax.jit(meshes.on_each_shard(mesh, of_a_shard, P("data"), P("data")))
+    run = jax.jit(meshes.shard_map_rows(mesh, of_a_shard, P("data"), P("data")))
     np.testing.assert_array_equal(run(rows), np.asarray(rows) * (4 // tensor) + 8 // data)
     program = run.lower(rows).as_text()
     assert tensor > 1 or "sharding_constraint" not in program, program
@@ -160,10 +162,10 @@ def test_every_row_is_owned_once_also_where_tensor_spans_processes(
         for number in range(8)
     }
     monkeypatch.setattr(
-        meshes, "rows_sharding", lambda _: SimpleNamespace(devices_indices_map=lambda _: indices)
+        meshes, "row_sharding", lambda _: SimpleNamespace(devices_indices_map=lambda _: indices)
     )
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    copies, owners = meshes.holders(small_mesh(8 // tensor, tensor), rows)
+    copies, owners = meshes.locate_rows(small_mesh(8 // tensor, tensor), rows)
     np.testing.assert_array_equal(copies.sum(axis=0), max(1, tensor // 2))
     np.testing.assert_array_equal(owners, copies.argmax(axis=0))
     # The first of a shard's devices is on the process of this number.

@@ -12,12 +12,12 @@ import pytest
 
 from jaxspec import build
 from jaxspec.build import build_step
-from jaxspec.host import fit as memory
-from jaxspec.host.programs import abstract
+from jaxspec.host import memory
+from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.mesh import rows_sharding
+from jaxspec.mesh import row_sharding
 from jaxspec.rl import optimizers
-from jaxspec.step import HOST, Step
+from jaxspec.step import HOST_MEMORY, Step
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import small_mesh
 from tests.whole_step import (
@@ -46,7 +46,7 @@ def made(offload: bool, data: int = 2) -> Program:
         optimizer=dataclasses.replace(config.optimizer, offload=offload),
     )
     built = build_step(config, small_mesh(data, 1), STOP, MODEL.vocab)
-    layout = built.state_shardings(), rows_sharding(built.mesh), None, None
+    layout = built.state_shardings(), row_sharding(built.mesh), None, None
     return Program(built, jax.jit(built.train_step, out_shardings=layout, donate_argnums=0), [])
 
 
@@ -71,16 +71,16 @@ def trained(made: Program, folder: Path) -> list[Any]:
     state, finished = start(given), nothing_finished(given)
     for batch in range(5):
         state, rollout, learnt, _ = made.call(state, finished, prompts_of(given, batch))
-        assert kinds(state) == {HOST if given.offloaded else "device"}
+        assert kinds(state) == {HOST_MEMORY if given.offloads_moments else "device"}
         seen.append((host(state), {name: float(value) for name, value in learnt.items()}))
         finished = spoilt(given, host(rollout)) if batch == 1 else score(given, rollout, batch)
         if batch == 3:
-            shapes = abstract(given, PROMPTS)[0]
+            shapes = abstract_arguments(given, PROMPTS)[0]
             with contextlib.closing(Checkpoints(folder)) as checkpoints:
                 checkpoints.save(1, state, {})
                 checkpoints.wait_until_saved()
                 state = checkpoints.restore(1, shapes)[0]
-            assert kinds(state) == {HOST if given.offloaded else "device"}
+            assert kinds(state) == {HOST_MEMORY if given.offloads_moments else "device"}
     return seen
 
 
@@ -97,18 +97,19 @@ def test_training_is_the_same_in_every_bit(tmp_path: Path) -> None:
 
 def test_no_device_has_them_and_they_are_looked_at_there() -> None:
     parts = [
-        {part.name: part.size for part in memory.parts(made(offload, 1).step, PROMPTS, {})}[
-            "the policy's optimizer"
-        ]
+        {
+            part.name: part.size
+            for part in memory.list_memory_uses(made(offload, 1).step, PROMPTS, {})
+        }["the policy's optimizer"]
         for offload in (False, True)
     ]
     assert parts[0] > 1000 * parts[1]
     state = start(made(True).step)
-    assert int(jax.jit(optimizers.condition)(state.learner.policy)) == optimizers.SOUND
+    assert int(jax.jit(optimizers.check_condition)(state.learner.policy)) == optimizers.SOUND
 
 
 def test_a_backend_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "HOST", "moon")
+    monkeypatch.setattr(build, "HOST_MEMORY", "moon")
     with pytest.raises(
         ConfigError, match=r"optimizer.offload .* of kind moon, .* only device.*; leave it out"
     ):

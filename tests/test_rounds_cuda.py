@@ -23,7 +23,7 @@ from jaxspec.config.settings import (
     MeshConfig,
     RolloutConfig,
 )
-from jaxspec.host.programs import abstract, placed
+from jaxspec.host.programs import abstract_arguments, abstract_leaf
 from jaxspec.inputs.spec import LoraConfig
 from tests import cuda
 from tests.conftest import tiny_config
@@ -62,12 +62,12 @@ def rounds(lora: int, tensor: int) -> Rounds:
     )
     mesh = cuda.mesh_of(cuda.H200, tensor=tensor)
     step = build_step(config, mesh, (1,), model.vocab)
-    state, _, prompts = abstract(step, 16)
+    state, _, prompts = abstract_arguments(step, 16)
     generator = step.generator
     synced = cuda.compile_for_mesh(step.sync, mesh, state)
     with jax.numpy_dtype_promotion("standard"):
         shapes = jax.eval_shape(step.sync, state)
-    ready = jax.tree.map(placed, shapes, synced.output_shardings)
+    ready = jax.tree.map(abstract_leaf, shapes, synced.output_shardings)
     made = cuda.compile_for_mesh(generator.generate, mesh, ready, prompts)
     program = Program(made.as_text())
     parts = CostCounter(program, dict(mesh.shape)).split_by_phase({"generate": 1.0}, {"generate"})

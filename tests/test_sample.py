@@ -30,7 +30,7 @@ from jaxspec.config.settings import (
     ResolvedConfig,
 )
 from jaxspec.host.job import make_job
-from jaxspec.host.loaded_run import Piece
+from jaxspec.host.loaded_run import RoundTokens
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.sample import RowWriter, main, options_from_config, sampling_config
@@ -63,8 +63,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     job = make_job(trained, small_mesh(8, 1))
     save = Checkpoints(folder / "checkpoints")
-    finished = jax.jit(lambda: job.step.nothing_finished(16))()
-    start = jax.jit(job.step.start, out_shardings=job.step.state_shardings())
+    finished = jax.jit(lambda: job.step.empty_scored_rollout(16))()
+    start = jax.jit(job.step.init_state, out_shardings=job.step.state_shardings())
     for number, draft in (
         (1, tiny_network(Decoder, CONFIG.model, seed=9, scale=0.0)),
         (3, policy()),
@@ -219,10 +219,10 @@ class TestWriter:
         file = io.StringIO()
         writer, seen = RowWriter(Console(file=file), tokenizer), []
         for token in ids:
-            writer.write(Piece([token], 0))
+            writer.write(RoundTokens([token], 0))
             seen.append(file.getvalue())
         assert list(dict.fromkeys(seen)) == ["a", "aé", "aé漢", "aé漢🙂", "aé漢🙂b"]
-        writer.write(Piece(ids[1:2], 0))  # ends in the middle of a character
+        writer.write(RoundTokens(ids[1:2], 0))  # ends in the middle of a character
         writer.close()
         assert file.getvalue() == "aé漢🙂b\N{REPLACEMENT CHARACTER}\n"
 
@@ -231,8 +231,8 @@ class TestWriter:
         writer = RowWriter(
             Console(file=file, force_terminal=True, color_system="standard"), tokenizer
         )
-        writer.write(Piece(tokenizer.encode("12+"), 2))
-        writer.write(Piece(tokenizer.encode("3"), 0))
+        writer.write(RoundTokens(tokenizer.encode("12+"), 2))
+        writer.write(RoundTokens(tokenizer.encode("3"), 0))
         writer.close()
         assert file.getvalue() == "\x1b[4;32m12\x1b[0m+3\n"
 

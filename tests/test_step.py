@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.draft_temperature import DECAY, GRID
-from jaxspec.state import Finished
+from jaxspec.state import ScoredRollout
 from jaxspec.step import Step
 from tests.whole_step import (
     GROUP,
@@ -203,10 +203,10 @@ def test_nothing_to_learn_leaves_the_state_untouched() -> None:
     )
 
 
-def with_reward(finished: Finished, step: Step, row: int, reward: float, valid: bool) -> Finished:
-    rewards, mask = np.array(finished.rewards), np.array(finished.valid)
+def with_reward(scored: Any, step: Step, row: int, reward: float, valid: bool) -> ScoredRollout:
+    rewards, mask = np.array(scored.rewards), np.array(scored.valid)
     rewards[row], mask[row] = reward, valid
-    return finish(step, host(finished.rollout), rewards, mask)
+    return finish(step, host(scored.rollout), rewards, mask)
 
 
 def test_a_non_finite_loss_skips_the_update_and_counts() -> None:
@@ -363,17 +363,17 @@ def test_metrics_are_those_of_the_rollout() -> None:
     ended = rows.tokens[np.arange(ROWS), rows.lengths - 1] == STOP[0]
     assert 0 < ended.sum() < ROWS, "some rows end by themselves, others at the limit"
     tokens, rounds = lengths.sum(), counts.rounds.sum()
-    assert counts.drafted[:, 0].sum() == rounds, "EAGLE-3 always has a draft"
-    assert (counts.kept.sum(), counts.offered.sum()) == (tokens, rounds)
-    quarters = counts.offered.sum(0)
+    assert counts.draft_rounds[:, 0].sum() == rounds, "EAGLE-3 always has a draft"
+    assert (counts.quarter_tokens.sum(), counts.quarter_rounds.sum()) == (tokens, rounds)
+    total = counts.quarter_rounds.sum(0)
     by_depth = {
         "acceptance_rate": counts.accepted.sum(0) / rounds,
-        "conditional_rate": counts.accepted.sum(0) / counts.offered_in_turn.sum(0),
-        "expected_acceptance": counts.overlap.sum(0) / counts.offered_in_turn.sum(0),
-        "draft_entropy": counts.draft_entropy.sum(0) / counts.offered_in_turn.sum(0),
+        "conditional_rate": counts.accepted.sum(0) / counts.reached.sum(0),
+        "expected_acceptance": counts.overlap.sum(0) / counts.reached.sum(0),
+        "draft_entropy": counts.draft_entropy.sum(0) / counts.reached.sum(0),
         "draft_temperature": np.ones(LENGTH),
         # NaN for a quarter in which no round began
-        "acceptance_length_quarter": counts.kept.sum(0) / np.where(quarters, quarters, np.nan),
+        "acceptance_length_quarter": counts.quarter_tokens.sum(0) / np.where(total, total, np.nan),
     }
     expected = {
         "rollout/tokens": tokens,

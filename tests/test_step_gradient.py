@@ -11,13 +11,13 @@ import optax
 import pytest
 
 from jaxspec.build import build_step
-from jaxspec.host.programs import abstract, put
+from jaxspec.host.programs import abstract_arguments, put_like
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.draft_objective import draft_loss
+from jaxspec.rl.draft_objective import compute_draft_loss
 from jaxspec.rl.logprobs import label_logprobs, response_mask
-from jaxspec.rl.train_batch import whole_rows
-from jaxspec.run.schedules import staged_step
-from jaxspec.state import Finished, Rollout, TrainState
+from jaxspec.rl.train_batch import rows_to_pack
+from jaxspec.run.schedules import compile_staged_schedule
+from jaxspec.state import Rollout, ScoredRollout, TrainState
 from jaxspec.step import Step
 from tests.conftest import small_mesh
 from tests.whole_step import (
@@ -63,7 +63,7 @@ def descending(step: Step) -> Step:
 
 
 def gradients_without(
-    step: Step, state: TrainState, finished: Finished, row: int
+    step: Step, state: TrainState, finished: ScoredRollout, row: int
 ) -> tuple[Any, Any]:
     """Of policy and draft, on the rows but `row`, whose partner in its group is then alone and has
     no advantage."""
@@ -80,7 +80,7 @@ def gradients_without(
     def gradients(policy: Decoder, draft: Any) -> tuple[Any, Any]:
         # of the other rows none has it before a token that is learnt
         policy = with_poison(policy, 0)
-        texts = whole_rows(tokens, mask)
+        texts = rows_to_pack(tokens, mask)
         forward = policy(texts.tokens, texts.positions, taps=step.generator.taps)
 
         def loss_of(network: Decoder) -> jax.Array:
@@ -89,13 +89,15 @@ def gradients_without(
             logprobs, _ = label_logprobs(logits, texts.labels, produced, step.learner.processing)
             # the ratio is 1 in the one update of a batch, and its slope that of the logprob
             losses = -chosen[:, None] * logprobs
-            return jnp.sum(jnp.where(texts.chosen, losses, 0)) / jnp.sum(
-                texts.chosen, dtype=losses.dtype
+            return jnp.sum(jnp.where(texts.loss_mask, losses, 0)) / jnp.sum(
+                texts.loss_mask, dtype=losses.dtype
             )
 
         def draft_loss_of(network: Any) -> jax.Array:
-            assert step.learner.objective is not None
-            return draft_loss(network, policy, forward, texts, step.learner.objective).loss
+            assert step.learner.draft_objective is not None
+            return compute_draft_loss(
+                network, policy, forward, texts, step.learner.draft_objective
+            ).loss
 
         return jax.grad(loss_of)(policy), jax.grad(draft_loss_of)(draft)
 
@@ -133,11 +135,11 @@ def test_a_failed_row_that_overflows_leaves_the_gradient_of_the_others() -> None
 @pytest.mark.slow
 def test_phase_by_phase_it_does_too() -> None:
     step = descending(build_step(config_of(), small_mesh(2), STOP, MODEL.vocab))
-    runner, (*_, like) = staged_step(step, PROMPTS), abstract(step, PROMPTS)
-    prompts = put(prompts_of(step, 1).replace(history=np.zeros(like.history.shape)), like)
+    runner, (*_, like) = compile_staged_schedule(step, PROMPTS), abstract_arguments(step, PROMPTS)
+    prompts = put_like(prompts_of(step, 1).replace(history=np.zeros(like.history.shape)), like)
 
-    def learn(state: TrainState, finished: Finished) -> Any:
+    def learn(state: TrainState, finished: ScoredRollout) -> Any:
         called = runner(state, finished, prompts, lambda _: True)
-        return called.state, called.learned
+        return called.state, called.training_metrics
 
     assert_learns_from_the_others(step, learn)

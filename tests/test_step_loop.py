@@ -13,7 +13,7 @@ from jaxspec import build
 from jaxspec.compiled.collectives import parse_device_groups
 from jaxspec.config.settings import KlConfig, LoraConfig
 from jaxspec.kernels import key_chunks
-from jaxspec.run.schedules import whole_step
+from jaxspec.run.schedules import compile_fused_schedule
 from tests.conftest import small_mesh
 from tests.whole_step import (
     LENGTH,
@@ -186,7 +186,7 @@ def test_no_loop_that_talks_runs_beside_another_that_talks(
     config = dataclasses.replace(config, lora=LoraConfig(rank=rank))
     expert = 8 // (data * tensor)
     made = build.build_step(config, small_mesh(data, tensor, expert), STOP, MODEL.vocab)
-    hlo = Hlo(whole_step(made, PROMPTS).programs["step"].as_text())
+    hlo = Hlo(compile_fused_schedule(made, PROMPTS).programs["step"].as_text())
     assert any(map(hlo.talks, hlo.lines))
     assert not hlo.side_by_side()
 

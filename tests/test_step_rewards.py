@@ -12,7 +12,7 @@ from jaxspec.config.settings import AdvantageConfig, BatchConfig, KlConfig
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.passes import Passes
 from jaxspec.rl.train_batch import TrainBatch
-from jaxspec.state import Finished
+from jaxspec.state import PROMPT, UNDRAFTED, ScoredRollout
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
@@ -28,29 +28,34 @@ def step_of(advantage: AdvantageConfig, **parts: Any) -> Step:
     return build_step(config, small_mesh(), (1,), 11)
 
 
-def finished_on(step: Step) -> Finished:
+def finished_on(step: Step) -> ScoredRollout:
     """Responses of 1 to 6 tokens behind prompts of 1 to 4; row 2 has no reward."""
     random = np.random.default_rng(0)
     rollout = step.generator.no_rollout(ROWS)
     starts = random.integers(1, 5, ROWS)
     ends = starts + random.integers(1, 7, ROWS)
     valid = np.arange(ROWS) != 2
+    places = np.arange(rollout.tokens.shape[1])
+    sampled = (places >= starts[:, None]) & (places < ends[:, None])
     rollout = rollout.replace(
+        origin=jnp.asarray(np.where(sampled, UNDRAFTED, PROMPT), jnp.int8),
         tokens=jnp.asarray(random.integers(2, 11, rollout.tokens.shape), jnp.int32),
         logprobs=jnp.asarray(random.normal(size=rollout.tokens.shape)),
         prompt_lengths=jnp.asarray(starts, jnp.int32),
         lengths=jnp.asarray(ends, jnp.int32),
     )
-    return step.nothing_finished(ROWS).replace(
+    return step.empty_scored_rollout(ROWS).replace(
         rollout=rollout,
         rewards=jnp.asarray(random.normal(size=ROWS), jnp.float32),
         valid=jnp.asarray(valid),
-        plan=jax.tree.map(jnp.asarray, step.planned(np.where(valid, ends - 1, 0).astype(np.int32))),
+        plan=jax.tree.map(
+            jnp.asarray, step.plan_batch(np.where(valid, ends - 1, 0).astype(np.int32))
+        ),
         learn=jnp.ones((), bool),
     )
 
 
-def responses(finished: Finished) -> np.ndarray:
+def responses(finished: ScoredRollout) -> np.ndarray:
     """Which positions are of a response."""
     rollout, place = finished.rollout, np.arange(finished.rollout.tokens.shape[1])
     starts, ends = np.asarray(rollout.prompt_lengths), np.asarray(rollout.lengths)
@@ -64,16 +69,16 @@ def test_leaving_the_reference_costs_reward(monkeypatch: pytest.MonkeyPatch) -> 
     reference = np.random.default_rng(1).normal(size=finished.rollout.tokens.shape)
 
     def logprobs(self: Passes, policy: Any, first: Any, batch: TrainBatch) -> Any:
-        by_place = np.asarray(batch.plan.order)
+        by_place = np.asarray(batch.plan.row_order)
         return jnp.asarray(reference[by_place]), batch
 
     def learn(self: Learner, state: Any, batch: TrainBatch, wanted: Any) -> Any:
         learned.append(batch)
         return state, {}
 
-    monkeypatch.setattr(Passes, "logprobs", logprobs)
+    monkeypatch.setattr(Passes, "compute_logprobs", logprobs)
     monkeypatch.setattr(Learner, "learn", learn)
-    state: Any = jax.eval_shape(step.fresh)
+    state: Any = jax.eval_shape(step.init_random_state)
     number = jnp.zeros((), jnp.int32)
     # nothing is read of it, as `logprobs` knows the answer
     reference_policy = state.learner.policy.network
@@ -93,7 +98,7 @@ def test_a_row_is_whitened_by_the_tokens_of_its_response() -> None:
     """Not by those of its prompt, which nobody learns from."""
     step = step_of(AdvantageConfig(baseline="none", std="whiten"))
     finished = finished_on(step)
-    found = np.asarray(step.batch_of(finished).advantages)
+    found = np.asarray(step.build_batch(finished).advantages)
     valid, counts = np.asarray(finished.valid), responses(finished).sum(axis=1)
     by_token = np.repeat(found[valid], counts[valid])
     assert by_token.mean() == pytest.approx(0, abs=1e-6)
@@ -103,7 +108,7 @@ def test_a_row_is_whitened_by_the_tokens_of_its_response() -> None:
 def test_the_batch_is_of_the_responses_that_have_a_reward() -> None:
     step = step_of(PLAIN)
     finished = finished_on(step)
-    batch = step.batch_of(finished)
+    batch = step.build_batch(finished)
     wanted = responses(finished) & np.asarray(finished.valid)[:, None]
-    np.testing.assert_array_equal(batch.chosen, wanted)
+    np.testing.assert_array_equal(batch.loss_mask, wanted)
     assert np.asarray(batch.advantages)[2] == 0

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig
-from jaxspec.host.programs import abstract
+from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.spec import FamilySpec
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
@@ -22,7 +22,7 @@ def test_logits_and_router_scores_are_float32_in_the_whole_step() -> None:
     model = tiny_model(vocab=vocab, family=family, dtype="bfloat16", layers=2)
     config = tiny_config(model, DraftConfig(draft_length=2, vocab=own))
     step = build_step(config, small_mesh(), (1,), vocab)
-    given = abstract(step, config.batch.prompts)
+    given = abstract_arguments(step, config.batch.prompts)
     text = jax.jit(step.train_step).lower(*given).as_text()
     products = set(re.findall(r"stablehlo.dot_general .*-> tensor<([\dx]+)x(\d+)x(\w+)>", text))
     # a result without an axis of positions is the gradient of a weight

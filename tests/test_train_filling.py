@@ -19,9 +19,9 @@ from jaxspec.rl.optimizers import Diverged
 from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.loop import Host, Loop
-from jaxspec.run.schedules import Runner, StepResult
+from jaxspec.run.schedules import StepResult, StepSchedule
 from jaxspec.run.state import RunState, restore_run
-from jaxspec.state import EOS, Finished, Prompts, TrainState
+from jaxspec.state import EOS, Prompts, ScoredRollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import metrics
 from jaxspec.system.interrupt import Interrupt
@@ -61,7 +61,7 @@ class Step:
     """Of each batch: rollout, group and reward of each row that is read."""
 
     def __call__(
-        self, state: TrainState, finished: Finished, prompts: Prompts, stop: Any
+        self, state: TrainState, finished: ScoredRollout, prompts: Prompts, stop: Any
     ) -> StepResult:
         if finished.learn:
             self._learn(finished)
@@ -75,9 +75,9 @@ class Step:
     def _metrics(self) -> dict[str, float]:
         return {"skipped_in_row/policy": 0.0, "skipped_in_row/draft": 0.0}
 
-    def _learn(self, finished: Finished) -> None:
+    def _learn(self, finished: ScoredRollout) -> None:
         rollout, plan = jax.tree.map(np.asarray, (finished.rollout, finished.plan))
-        read = np.sort(plan.order[(plan.micro >= 0).any(0)])
+        read = np.sort(plan.row_order[(plan.micro_batch >= 0).any(0)])
         np.testing.assert_array_equal(np.flatnonzero(finished.valid), read)
         texts = [
             self.job.tokenizer.decode(rollout.tokens[row, : rollout.lengths[row]]) for row in read
@@ -92,7 +92,7 @@ class Step:
         )
 
     def _answered(self, prompts: Prompts, number: int) -> Any:
-        like = self.job.step.nothing_finished(ROWS).rollout
+        like = self.job.step.empty_scored_rollout(ROWS).rollout
         tokens, lengths = np.zeros(like.tokens.shape, np.int32), np.zeros(ROWS, np.int32)
         asked, starts = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for row in range(ROWS):
@@ -117,7 +117,9 @@ class Step:
 
 @functools.cache
 def state_of(job: Job) -> TrainState:
-    state = jax.jit(job.step.start)(tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2))
+    state = jax.jit(job.step.init_state)(
+        tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2)
+    )
     return jax.device_put(state, job.step.state_shardings())
 
 
@@ -130,21 +132,21 @@ def run(step: Step, folder: Path) -> bool:
     job, checkpoints = step.job, Checkpoints(folder / "checkpoints")
     sets = load_sets(job.config, job.tokenizer)._replace(evaluation={})
     source, scorer = batches_of(job, sets)
-    filler = BatchFiller(job, scorer)
+    filler = BatchFiller(job, scorer) if job.step.uses_dynamic_sampling else None
     writer, progress = MetricsWriter(folder, 0), Progress("rl", STEPS)
     profiler = Profiler(range(0), folder / "trace", (), print)
     evaluator = Evaluator(source, scorer, job.config, GROUP, unasked)
     evaluations = Evaluations(job, evaluator, folder)
-    host = Host(source, scorer, filler, evaluations, checkpoints, Runner(step, {}))
+    host = Host(source, scorer, filler, evaluations, checkpoints, StepSchedule(step, {}))
     loop = Loop(job, Interrupt(), host, writer, progress, profiler)
     run = restore_run(job, checkpoints, source.history)
     if run is None:
-        run = RunState(state_of(job), source.history, filling=filler.empty_batch())
+        run = RunState(state_of(job), source.history, filling=filler and filler.empty_batch())
     for batch in run.queue:
-        batch.rollout = scorer.plan(batch.rollout)
+        batch.rollout = scorer.plan_micro_batches(batch.rollout)
     writer.truncate_from(run.learned)
     try:
-        return loop.go(run)
+        return loop.run_to_end(run)
     finally:
         checkpoints.close()
         writer.close()

@@ -15,14 +15,14 @@ from jaxspec.config.settings import EvalConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.evaluation.evaluator import Evaluator
 from jaxspec.host.comparison import Comparison
-from jaxspec.host.job import Job, make_job, reported
+from jaxspec.host.job import Job, make_job, report_errors
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.run import closing
 from jaxspec.run.closing import close_run
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.loop import Host, Loop
-from jaxspec.run.schedules import Runner
+from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.start import empty_history
 from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import TrainState
@@ -48,7 +48,9 @@ def job() -> Job:
 @pytest.fixture(scope="module")
 def state(job: Job) -> TrainState:
     """A sound one."""
-    state = jax.jit(job.step.start)(tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2))
+    state = jax.jit(job.step.init_state)(
+        tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2)
+    )
     return jax.device_put(state, job.step.state_shardings())
 
 
@@ -80,7 +82,7 @@ class Asked(Interrupt):
 
     def __init__(self, came: bool) -> None:
         super().__init__()
-        self._requested = came
+        self._stop_requested = came
 
 
 def never(*_: Any) -> Any:
@@ -96,14 +98,14 @@ def loop_of(job: Job, folder: Path, asked: bool = False) -> Loop:
         Evaluations(job, evaluator, folder),
         Checkpoints(folder / "checkpoints"),
     )
-    host = Host(source, scorer, None, evaluations, checkpoints, Runner(never, {}))
+    host = Host(source, scorer, None, evaluations, checkpoints, StepSchedule(never, {}))
     return Loop(job, Asked(asked), host, MetricsWriter(folder, 0), progress, profiler)
 
 
 def position_of(job: Job, state: TrainState, batch: int) -> RunState:
     """A run in which so many batches are generated, and the last one waits for its update."""
     record = BatchRecord(batch - 1, {"reward/mean": NAN, "eval/held_out/avg@8": 0.5}, [])
-    queue = [QueuedBatch(job.step.nothing_finished(16), record)]
+    queue = [QueuedBatch(job.step.empty_scored_rollout(16), record)]
     history = empty_history(job.config)
     return RunState(state, history, queue, generated=batch, learned=batch - 1)
 
@@ -135,9 +137,9 @@ def test_what_is_nothing_to_go_on_from_is_not_saved(
     """A stop in that state leaves the checkpoint before it the newest, and says so; a sound state
     is saved again."""
     loop = loop_of(job, tmp_path, asked=True)
-    assert not loop.go(position_of(job, state, 1))
+    assert not loop.run_to_end(position_of(job, state, 1))
     assert (loop.host.checkpoints.latest_step(), loop.unsaved) == (1, "")
-    assert not loop.go(position_of(job, spoiled(job, state, name, how), 2))
+    assert not loop.run_to_end(position_of(job, spoiled(job, state, name, how), 2))
     told = capsys.readouterr().out
     assert words in told
     assert words in loop.unsaved
@@ -148,7 +150,7 @@ def test_what_is_nothing_to_go_on_from_is_not_saved(
         entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdigit()
     ] == ["1"]
     if how == "skipped":
-        loop.save(position_of(job, state, 3))
+        loop.save_checkpoint(position_of(job, state, 3))
         assert (loop.host.checkpoints.latest_step(), loop.unsaved) == (5, "")
     loop.host.checkpoints.close()
 
@@ -157,8 +159,8 @@ def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(
     job: Job, state: TrainState, tmp_path: Path
 ) -> None:
     loop = loop_of(job, tmp_path)
-    loop.save(position_of(job, state, 1))
-    saved = state, (job.step.nothing_finished(16).replace(plan=None),)
+    loop.save_checkpoint(position_of(job, state, 1))
+    saved = state, (job.step.empty_scored_rollout(16).replace(plan=None),)
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved
     )
@@ -185,9 +187,11 @@ def test_failed_rows_are_told_as_they_come(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = loop_of(job, tmp_path)
-    loop.report(record_of(a_line(0)))
-    loop.report(record_of(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0})))
-    loop.report(record_of(all_failed(2, **{"skipped/policy": 2.0, "skipped_in_row/policy": 2.0})))
+    loop.report_batch(record_of(a_line(0)))
+    loop.report_batch(record_of(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0})))
+    loop.report_batch(
+        record_of(all_failed(2, **{"skipped/policy": 2.0, "skipped_in_row/policy": 2.0}))
+    )
     first, second, third = capsys.readouterr().out.splitlines()
     assert "failed" not in first
     assert "reward 0.5" in second
@@ -201,7 +205,7 @@ def test_failed_rows_are_told_as_they_come(
             r" reward\."
         ),
     ):
-        loop.report(
+        loop.report_batch(
             record_of(all_failed(3, **{"skipped/policy": 3.0, "skipped_in_row/policy": 3.0}))
         )
 
@@ -211,7 +215,7 @@ def test_a_draft_that_is_suddenly_accepted_less_is_told_with_what_to_look_at(
 ) -> None:
     loop = loop_of(job, tmp_path)
     for step, length in enumerate((3.0, 2.2, 1.5, 1.4)):
-        loop.report(record_of(a_line(step, **{"rollout/acceptance_length": length})))
+        loop.report_batch(record_of(a_line(step, **{"rollout/acceptance_length": length})))
     told = [
         line for line in capsys.readouterr().out.splitlines() if "acceptance_length fell" in line
     ]
@@ -231,13 +235,15 @@ def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
         (tmp_path / folder).mkdir()
         loop = loop_of(made, tmp_path / folder)
         for step, (factor, recompute) in enumerate(((1.01, 0), (1.2, 0), (1.2, 1))):
-            loop.report(record_of(a_line(step, **{name: factor, "learner/recompute": recompute})))
+            loop.report_batch(
+                record_of(a_line(step, **{name: factor, "learner/recompute": recompute}))
+            )
         printed = capsys.readouterr().out.splitlines()
         return [line for line in printed if "by a factor of" in line]
 
     assert told(job, "once") == []
     loop = loop_of(twice, tmp_path)
-    loop.report(record_of(a_line(0, **{name: NAN, "learner/recompute": 0})))
+    loop.report_batch(record_of(a_line(0, **{name: NAN, "learner/recompute": 0})))
     assert "by a factor of" not in capsys.readouterr().out
     (line,) = told(twice, "twice")
     assert "batch 1" in line
@@ -250,11 +256,11 @@ def test_rewards_that_stay_equal_are_told_also_across_a_resume(
     equal = {"reward/mean": 0.0, "reward/std": 0.0, "reward/frac_zero_std": 1.0}
     loop = loop_of(job, tmp_path)
     for step in range(7):
-        loop.report(record_of(a_line(step, **equal)))
+        loop.report_batch(record_of(a_line(step, **equal)))
     assert "all rewards are 0" not in capsys.readouterr().out
     resumed = loop_of(job, tmp_path)
     for step in range(7, 11):
-        resumed.report(record_of(a_line(step, **equal)))
+        resumed.report_batch(record_of(a_line(step, **equal)))
     told = [line for line in capsys.readouterr().out.splitlines() if "all rewards are 0" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: batches 0 to 9: all rewards are 0")
@@ -315,14 +321,16 @@ def test_a_run_without_a_result_ends_as_one(
 ) -> None:
     """The table comes first, then why, in one line; and so it is when the same command is run
     again."""
-    monkeypatch.setattr(closing, "compare", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(
+        closing, "compare_decoding", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0)
+    )
     with MetricsWriter(tmp_path, 0) as writer:
         for line in (a_line(0, **{"eval/held_out/avg@8": 0.25}), a_line(1), a_line(2), last):
             writer.write_record(line)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     batches = batches_of(job, load_sets(job.config, job.tokenizer))
     for _ in range(2):
-        status = reported(
+        status = report_errors(
             lambda: close_run(job, batches.source, position_of(job, state, 4), tmp_path, unsaved)
         )
         told = capsys.readouterr()

@@ -21,11 +21,11 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.inputs.spec import FamilySpec, ModelSpec
-from jaxspec.mesh import replicated, rows_sharding
+from jaxspec.mesh import replicated_sharding, row_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import response_mask
-from jaxspec.rl.train_batch import plan_layout
-from jaxspec.state import FAILED, Finished, Prompts, Rollout, TrainState
+from jaxspec.rl.train_batch import plan_shardings
+from jaxspec.state import FAILED, Prompts, Rollout, ScoredRollout, TrainState
 from jaxspec.step import Step
 from tests.conftest import (
     eagle3,
@@ -92,60 +92,60 @@ def program(data: int = 1, tensor: int = 1, expert: int = 1, **options: Any) -> 
     step = build_step(config, small_mesh(data, tensor, expert), STOP, config.model.vocab)
     traces: list[int] = []
 
-    def train_step(state: TrainState, finished: Finished, prompts: Prompts) -> Any:
+    def train_step(state: TrainState, finished: ScoredRollout, prompts: Prompts) -> Any:
         traces.append(len(traces))
         return step.train_step(state, finished, prompts)
 
     return Program(
         step,
         jax.jit(
-            train_step, out_shardings=(step.state_shardings(), rows_sharding(step.mesh), None, None)
+            train_step, out_shardings=(step.state_shardings(), row_sharding(step.mesh), None, None)
         ),
         traces,
     )
 
 
 def start(step: Step, online: bool = True) -> TrainState:
-    model = jax.eval_shape(step.fresh_policy).config
+    model = jax.eval_shape(step.init_policy).config
     network = None if step.generator.draft is None else tiny_network(eagle3, model, 2)
-    state = jax.jit(step.start, out_shardings=step.state_shardings())(
+    state = jax.jit(step.init_state, out_shardings=step.state_shardings())(
         tiny_network(Decoder, model, 1), network
     )
-    online_there = jax.device_put(jnp.asarray(online), replicated(step.mesh))
+    online_there = jax.device_put(jnp.asarray(online), replicated_sharding(step.mesh))
     return state.replace(learner=state.learner.replace(online=online_there))
 
 
 def place(step: Step, tree: Any) -> Any:
     def one(leaf: Any) -> jax.Array:
         sharding: NamedSharding = (
-            rows_sharding(step.mesh) if np.ndim(leaf) else replicated(step.mesh)
+            row_sharding(step.mesh) if np.ndim(leaf) else replicated_sharding(step.mesh)
         )
         return jax.device_put(np.asarray(leaf), sharding)
 
     return jax.tree.map(one, tree)
 
 
-def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray) -> Finished:
+def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray) -> ScoredRollout:
     """A finished batch with its plan, on the mesh; only valid rows are read."""
     read = np.where(valid, np.asarray(rollout.lengths) - 1, 0).astype(np.int32)
-    plan = step.planned(read)
+    plan = step.plan_batch(read)
     parts: dict[str, Any] = {
         "rewards": rewards.astype(np.float32),
         "valid": valid,
         "learn": np.asarray(True),
     }
-    return Finished(
+    return ScoredRollout(
         rollout=place(step, rollout),
-        plan=jax.device_put(plan, plan_layout(step.mesh)),
+        plan=jax.device_put(plan, plan_shardings(step.mesh)),
         **place(step, parts),
     )
 
 
-def nothing_finished(step: Step, rows: int = ROWS) -> Finished:
+def nothing_finished(step: Step, rows: int = ROWS) -> ScoredRollout:
     """What a first call learns from."""
-    nothing = step.nothing_finished(rows)
-    placed: Finished = place(step, nothing.replace(plan=None))
-    return placed.replace(plan=jax.device_put(nothing.plan, plan_layout(step.mesh)))
+    nothing = step.empty_scored_rollout(rows)
+    placed: ScoredRollout = place(step, nothing.replace(plan=None))
+    return placed.replace(plan=jax.device_put(nothing.plan, plan_shardings(step.mesh)))
 
 
 def prompts_of(step: Step, batch: int) -> Prompts:
@@ -162,7 +162,7 @@ def assert_same_rollout(found: Rollout, wanted: Rollout) -> None:
     )
 
 
-def score(step: Step, rollout: Rollout, batch: int = 0) -> Finished:
+def score(step: Step, rollout: Rollout, batch: int = 0) -> ScoredRollout:
     """A reward anyone can recompute: the share of response tokens divisible by 3; one row of each
     batch has none."""
     host = jax.tree.map(np.asarray, rollout)
@@ -244,7 +244,7 @@ def with_poison(network: Decoder, value: float) -> Decoder:
     return with_weights(network, embedding=network.embedding[...].at[POISON].set(value))
 
 
-def with_a_failed_row(step: Step, rollout: Rollout, says: int) -> Finished:
+def with_a_failed_row(step: Step, rollout: Rollout, says: int) -> ScoredRollout:
     """One row says nothing but `says` and has no reward; others say `POISON` at most at their
     end."""
     tokens = np.where(rollout.tokens == POISON, POISON + 1, rollout.tokens)

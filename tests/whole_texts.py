@@ -15,8 +15,11 @@ def read_whole(draft: Draft, network: Any, target: Any, prompts: Prompts, featur
     pieces = Pieces(
         tokens=prompts.tokens,
         positions=jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width)),
-        text=jnp.arange(rows, dtype=jnp.int32),
-        length=jnp.maximum(prompts.lengths - 1, 0),
+        text_indices=jnp.arange(rows, dtype=jnp.int32),
+        lengths=jnp.maximum(prompts.lengths - 1, 0),
     )
-    state, empty = draft.start(network, target, prompts), draft.empty_cache(network, rows, width)
-    return draft.read(network, target, state, empty, pieces, features)
+    state, empty = (
+        draft.init_state(network, target, prompts),
+        draft.empty_cache(network, rows, width),
+    )
+    return draft.prefill(network, target, state, empty, pieces, features)

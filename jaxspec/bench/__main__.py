@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxspec.bench import drafts, generate, load, roofline, step
 from jaxspec.bench.gpu import command as gpu
-from jaxspec.host.job import at_once
+from jaxspec.host.job import run_without_saving
 from jaxspec.system.version import DISTRIBUTION, package_version
 
 BENCHES = {
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     run_bench = BENCHES[
         parser.parse_args(["--version"] if "--version" in argv else argv[:1]).bench
     ][0]
-    return at_once("measuring", lambda _: run_bench(argv[1:]))
+    return run_without_saving("measuring", lambda _: run_bench(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec import mesh as meshes
+from jaxspec.bench.draft_tables import build_tables
 from jaxspec.bench.loaded import synthetic_rule
 from jaxspec.bench.measure import package_versions
 from jaxspec.bench.variants import SWEPT_SETTINGS, VARIANTS, DraftVariant, apply_variant
@@ -26,24 +25,24 @@ from jaxspec.config.cli import take_option
 from jaxspec.config.unused import DRAFT_SETTINGS
 from jaxspec.data.problems import load_sets
 from jaxspec.drafts import draft_temperature
-from jaxspec.host.job import Job, run
-from jaxspec.host.programs import TimedGeneration, abstract, put
+from jaxspec.host.job import Job, run_program
+from jaxspec.host.programs import TimedGeneration, abstract_arguments, put_like
 from jaxspec.host.prompts import PromptSource
-from jaxspec.host.round_cost import with_chooser
+from jaxspec.host.round_cost import add_length_chooser
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
-from jaxspec.preparation.draft import cached_draft
-from jaxspec.preparation.draft_data import training_text
-from jaxspec.preparation.policy import load_draft, load_policy, say_agreement
+from jaxspec.preparation.draft import get_or_train_draft
+from jaxspec.preparation.draft_data import read_training_text
+from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.feedback.acceptance import acceptance_metrics
 from jaxspec.rollout.round import by_matching
-from jaxspec.state import Prompts, Ready, Rollout, Statistics
+from jaxspec.state import Prompts, Rollout, RolloutWeights, Statistics
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.progress import Progress, format_number
+from jaxspec.system.progress import Progress
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training
 prompts, at its draft_length and temperature, and some with the lengths that each round chooses.
@@ -70,7 +69,7 @@ class VariantBench:
 
     variant: DraftVariant
     job: Job
-    weights: Ready
+    weights: RolloutWeights
     generation: TimedGeneration
     overlap: Float[Array, "K F"]
     """Of the draft temperatures; see `drafts/draft_temperature.py`."""
@@ -81,14 +80,14 @@ class VariantBench:
     """Tokens a second."""
 
     @property
-    def current_weights(self) -> Ready:
+    def current_weights(self) -> RolloutWeights:
         """Policy and draft, at the temperatures that are best by now."""
         drafter = self.weights.drafter
-        choice = put(
-            draft_temperature.choose(self.overlap, self.job.step.generator.settings.grid),
-            drafter.choice,
+        choice = put_like(
+            draft_temperature.choose_factors(self.overlap, self.job.step.generator.settings.grid),
+            drafter.factor_index,
         )
-        return self.weights.replace(drafter=drafter.replace(choice=choice))
+        return self.weights.replace(drafter=drafter.replace(factor_index=choice))
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Answers a batch."""
@@ -104,10 +103,10 @@ class VariantBench:
 
     def update_feedback(self, rollout: Rollout) -> None:
         """Takes over what a batch says of the draft's temperatures and lengths, as a run does."""
-        self.overlap = draft_temperature.update(self.overlap, rollout.statistics)
+        self.overlap = draft_temperature.update_overlap(self.overlap, rollout.statistics)
         drafter = self.weights.drafter
         if drafter.chooser is not None:
-            chooser = put(
+            chooser = put_like(
                 length_chooser.update(drafter.chooser, rollout.statistics), drafter.chooser
             )
             self.weights = self.weights.replace(drafter=drafter.replace(chooser=chooser))
@@ -126,7 +125,7 @@ class VariantBench:
         metrics = acceptance_metrics(
             jax.tree.map(jnp.asarray, statistics),
             jnp.asarray(tokens, jnp.int32),
-            self.current_weights.drafter.choice,
+            self.current_weights.drafter.factor_index,
             grid,
         )
         values = {name.removeprefix("rollout/"): float(value) for name, value in metrics.items()}
@@ -158,7 +157,7 @@ def _length_shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str
     alike."""
     rounds = float(statistics.rounds.sum())
     shares_at_least = [
-        float(statistics.drafted[:, length - 1].sum()) / rounds if length else 1.0
+        float(statistics.draft_rounds[:, length - 1].sum()) / rounds if length else 1.0
         for length in lengths
     ] + [0.0]
     return {
@@ -172,16 +171,18 @@ def prepare_bench(
 ) -> VariantBench:
     """Draft weights from a folder, from the cache, or trained now, and the compiled calls."""
     step, network = job.step, None
-    draft = abstract(step, job.config.batch.prompts)[0].learner.draft
+    draft = abstract_arguments(step, job.config.batch.prompts)[0].learner.draft
     if draft is not None:
         network = load_draft(job, draft.network)
         if network is not None:
-            say_agreement(job, policy, network)
+            report_agreement(job, policy, network)
         else:
-            text = training_text(job.config, job.tokenizer, job.say)
-            network = load_tree(cached_draft(job, interrupt, text), draft.network)
-    state = with_chooser(
-        step, jax.jit(step.start, out_shardings=step.state_shardings())(policy, network), prompts
+            text = read_training_text(job.config, job.tokenizer, job.say)
+            network = load_tree(get_or_train_draft(job, interrupt, text), draft.network)
+    state = add_length_chooser(
+        step,
+        jax.jit(step.init_state, out_shardings=step.state_shardings())(policy, network),
+        prompts,
     )
     weights = jax.jit(step.sync)(state)
     generation = TimedGeneration(step.generator, weights, prompts)
@@ -263,7 +264,7 @@ def compare_drafts(
         _time_benches(benches, sources)
     table = [bench.table_row(benches[0]) for bench in benches]
     answers = calls * config.batch.prompts * config.batch.group_size
-    Console().print(*_build_tables(table), sep="\n")
+    Console().print(*build_tables(table), sep="\n")
     for row in table:
         if row["lengths"]:
             shares = ", ".join(
@@ -278,7 +279,11 @@ def compare_drafts(
         f"{answers} answers a row, {sampling_text}; a plain decode step takes"
         f" {1e3 * plain_seconds:.2f} ms; draft T is a factor on the temperature"
     )
-    facts = {"bench": "drafts", "machine": meshes.machine(job.mesh), "versions": package_versions()}
+    facts = {
+        "bench": "drafts",
+        "machine": meshes.describe_machine(job.mesh),
+        "versions": package_versions(),
+    }
     request = {"answers": answers, "generic": generic, "synthetic_acceptance": acceptance}
     record = {**facts, **request, "rows": table}
     print(json.dumps(record), flush=True)
@@ -305,7 +310,9 @@ def _fill_history(benches: list[VariantBench], sources: list[PromptSource], coun
     plain, plain_source = benches[0], sources[0]
     for index in range(count):
         batch = plain_source.place_training(index)
-        rollout = plain.generate(batch.replace(stream=put(np.int32(Stream.REMEMBER), batch.stream)))
+        rollout = plain.generate(
+            batch.replace(stream=put_like(np.int32(Stream.REMEMBER), batch.stream))
+        )
         for source in sources:
             source.remember(index, rollout)
 
@@ -333,38 +340,6 @@ def _time_benches(benches: list[VariantBench], sources: list[PromptSource]) -> N
             progress.update(number + 1)
 
 
-def _build_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
-    """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by
-    depth."""
-    totals = _empty_table(
-        "drafts", "acceptance\nlength", "tokens\na pass", "round\ncost", "tokens/s", "speed-up"
-    )
-    by_depth = _empty_table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
-    for row in rows:
-        labels = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
-        numbers = [
-            f"{row[name]:.2f}"
-            for name in ("acceptance_length", "tokens_per_target_pass", "round_cost")
-        ]
-        speed = format_number(row["tokens_per_s"]), f"{row['speed_up']:.2f}"
-        totals.add_row(*labels, *numbers, *speed)
-        series = [
-            row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")
-        ]
-        by_depth.add_row(
-            *labels, *(" ".join(f"{value:.2f}" for value in values) or "-" for values in series)
-        )
-    return totals, by_depth
-
-
-def _empty_table(name: str, *titles: str) -> Table:
-    table = Table(box=box.SIMPLE, title=name, title_justify="left", padding=0, show_edge=False)
-    table.add_column("draft", no_wrap=True)
-    for title in ("sampling", "verify", "K", *titles):
-        table.add_column(title, justify="right")
-    return table
-
-
 def _is_acceptance(text: str) -> bool:
     try:
         number = float(text)
@@ -390,7 +365,7 @@ def main(argv: Sequence[str]) -> int:
     if problem:
         print(f"error: {problem}", file=sys.stderr, flush=True)
         return 2
-    return run(
+    return run_program(
         "bench drafts",
         ABOUT,
         lambda job, interrupt: compare_drafts(job, interrupt, int(rows), generic, float(length)),

@@ -28,7 +28,7 @@ from jaxspec.bench.roofline import decode_work, read_roofline
 from jaxspec.bench.workload import GenerateOptions, LengthSetting
 from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import AUTO_LENGTHS, parse_range
-from jaxspec.host.programs import TimedGeneration, ahead_with
+from jaxspec.host.programs import TimedGeneration, compile_for_generator
 from jaxspec.state import Rollout
 from jaxspec.system.trace import Profiler
 
@@ -51,7 +51,7 @@ def time_whole_calls(
     generator = loaded.build_generator(options.batch, draft_length)
     weights = loaded.sync_weights(generator, loaded.encode_prompts(texts, 0))
     start_time = time.perf_counter()
-    program, _ = ahead_with(
+    program, _ = compile_for_generator(
         generator, generator.generate, weights, loaded.abstract_prompts(options.batch)
     )
     compile_seconds = time.perf_counter() - start_time
@@ -163,13 +163,13 @@ def main(argv: Sequence[str]) -> int:
     length, itemsize = options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize
     work = decode_work(model, options.batch, length, itemsize)
     roofline = read_roofline(options.dtype)
-    drafted_rounds = float(np.sum(rollout.statistics.drafted[:, :1]))
+    drafted_rounds = float(np.sum(rollout.statistics.draft_rounds[:, :1]))
     record = {
         **common_fields("generate", options, timings, tokens),
         "phases_s": phases,
         "compile_s": compile_seconds,
         "check_logprob": fixed_text_logprob(loaded),
-        "acceptance_length": float(np.sum(rollout.statistics.kept)) / drafted_rounds
+        "acceptance_length": float(np.sum(rollout.statistics.quarter_tokens)) / drafted_rounds
         if drafted_rounds
         else 1.0,
         "tokens_per_target_pass": tokens / float(np.sum(rollout.statistics.rounds)),
@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
         if roofline
         else None,
         "rounds": rows,
-        "machine": meshes.machine(mesh),
+        "machine": meshes.describe_machine(mesh),
     }
     roofline_text = (
         f", {record['roofline_share']:.0%} of the roofline"

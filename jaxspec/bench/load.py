@@ -13,12 +13,12 @@ from jaxspec import mesh as meshes
 from jaxspec.bench.measure import PeakMemory, package_versions, require_model
 from jaxspec.config.cli import override_settings
 from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint
-from jaxspec.host.programs import placed
+from jaxspec.host.programs import abstract_leaf
 from jaxspec.inputs.checked import CheckedConfig, require, translate_settings
 from jaxspec.inputs.spec import Count, ModelConfig, Natural
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast_floats
-from jaxspec.preparation.policy import load_shown
+from jaxspec.preparation.policy import load_with_progress
 
 ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and
 measures seconds and memory. On a CPU the devices' memory is the host's, so that the weights
@@ -67,11 +67,11 @@ def main(argv: Sequence[str]) -> int:
     )
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
     shapes = jax.eval_shape(lambda: cast_floats(Decoder(config, jax.random.key(0)), options.dtype))
-    layout = meshes.shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
-    checkpoint = open_policy_checkpoint(config, jax.tree.map(placed, shapes, layout))
+    layout = meshes.assign_shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
+    checkpoint = open_policy_checkpoint(config, jax.tree.map(abstract_leaf, shapes, layout))
     with PeakMemory() as memory:
         start_time = time.perf_counter()
-        policy = load_shown(checkpoint)
+        policy = load_with_progress(checkpoint)
         seconds = time.perf_counter() - start_time
     held_bytes = sum(
         shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         "peak_over_weights": memory.peak / checkpoint.bytes,
         "seconds": seconds,
         "gb_per_s": checkpoint.bytes / 1e9 / seconds,
-        "machine": meshes.machine(mesh),
+        "machine": meshes.describe_machine(mesh),
         "versions": package_versions(),
     }
     summary = (

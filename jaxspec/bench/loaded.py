@@ -28,15 +28,15 @@ from jaxspec.data.problems import PromptStream, load_all_problems, pad_prompts
 from jaxspec.drafts.kinds import build_draft, build_network
 from jaxspec.hf.pretrained import open_policy_checkpoint
 from jaxspec.host.job import Job, start_jax
-from jaxspec.host.programs import abstract, placed, put
-from jaxspec.host.round_cost import measured_chooser
+from jaxspec.host.programs import abstract_arguments, abstract_leaf, put_like
+from jaxspec.host.round_cost import make_length_chooser
 from jaxspec.inputs.checked import translate_settings
 from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.verify import Distributions, Verdict, leading
 from jaxspec.sampling import Noise
-from jaxspec.state import Prompts, Ready
+from jaxspec.state import Prompts, RolloutWeights
 from jaxspec.tokens.tokenizer import load_tokenizer
 
 CPU_CACHE_BYTES = 2**25
@@ -47,7 +47,7 @@ def choose_mesh(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh
     """As many data shards as divide the prompts; on a CPU one a core, but a single one for less
     than two rows a core and weights that no cache holds: every shard reads them all from the one
     memory, and where nothing else takes long, that is what a step waits for."""
-    cores = min(options.threads or meshes.cores(), meshes.cores())
+    cores = min(options.threads or meshes.core_count(), meshes.core_count())
     model, prompt_count = config.model, config.batch.prompts
     weight_bytes = decode_work(model, 1, 0.0, jnp.dtype(model.dtype).itemsize).weight_bytes
     is_read_bound = weight_bytes > CPU_CACHE_BYTES and options.batch < 2 * cores
@@ -124,18 +124,18 @@ class LoadedCheckpoint(NamedTuple):
             draft=draft, lengths=draft_lengths(draft_config, generator.mesh), **rule_option
         )
 
-    def sync_weights(self, generator: Generator, prompts: Prompts) -> Ready:
+    def sync_weights(self, generator: Generator, prompts: Prompts) -> RolloutWeights:
         """Policy and draft as a generator reads them, and what it chooses lengths by."""
         network = None if generator.draft is None else self.network
 
-        def load_all(policy: Decoder, network: Any) -> Ready:
+        def load_all(policy: Decoder, network: Any) -> RolloutWeights:
             return generator.sync(policy, network, generator.start())
 
         weights = jax.jit(load_all)(self.policy, network)
         if weights.drafter.chooser is None:
             return weights
-        chooser = measured_chooser(generator, weights, prompts)
-        chooser = jax.device_put(chooser, meshes.replicated(generator.mesh))
+        chooser = make_length_chooser(generator, weights, prompts)
+        chooser = jax.device_put(chooser, meshes.replicated_sharding(generator.mesh))
         return weights.replace(drafter=weights.drafter.replace(chooser=chooser))
 
     def prompt_texts(self, count: int, call: int = 0) -> list[str]:
@@ -154,12 +154,14 @@ class LoadedCheckpoint(NamedTuple):
         prompts = empty_prompts.replace(
             tokens=tokens, lengths=lengths, live=np.ones(len(texts), bool)
         )
-        return put(prompts.replace(stream=np.int32(Stream.SAMPLE), batch=np.int32(call)), shapes)
+        return put_like(
+            prompts.replace(stream=np.int32(Stream.SAMPLE), batch=np.int32(call)), shapes
+        )
 
     def abstract_prompts(self, rows: int) -> Prompts:
         """Shapes and shardings of prompts."""
         if rows not in self.prompt_shapes:
-            self.prompt_shapes[rows] = abstract(self.job.step, rows)[2]
+            self.prompt_shapes[rows] = abstract_arguments(self.job.step, rows)[2]
         return self.prompt_shapes[rows]
 
     def with_shards(self, shards: int) -> "LoadedCheckpoint":
@@ -169,7 +171,9 @@ class LoadedCheckpoint(NamedTuple):
         generator, learner = (replace(side, mesh=mesh) for side in (step.generator, step.learner))
         step = replace(step, generator=generator, learner=learner)
         job = replace(self.job, mesh=mesh, step=step)
-        policy, network = jax.device_put((self.policy, self.network), meshes.replicated(mesh))
+        policy, network = jax.device_put(
+            (self.policy, self.network), meshes.replicated_sharding(mesh)
+        )
         return self._replace(job=job, policy=policy, network=network, prompt_shapes={})
 
 
@@ -198,13 +202,13 @@ def load_checkpoint(
         problems = PromptStream((problem_set,), options.seed)
     mesh = choose_mesh(options, config)
     step = build_step(config, mesh, tokenizer.stop_ids if problems else (), tokenizer.size)
-    shapes, layout = jax.eval_shape(step.fresh_policy), step.learner.layout
-    abstract_policy = jax.tree.map(placed, shapes, layout(shapes))
+    shapes, layout = jax.eval_shape(step.init_policy), step.learner.train_layout
+    abstract_policy = jax.tree.map(abstract_leaf, shapes, layout(shapes))
     policy = open_policy_checkpoint(config.model, abstract_policy).load(lambda _: None)
     key, network = stream_key(options.seed, Stream.DRAFT_WEIGHTS), None
     if config.rollout.draft.is_learned:
         draft_shapes = jax.eval_shape(lambda: build_network(config.draft_spec, key))
-        abstract_draft = jax.tree.map(placed, draft_shapes, layout(draft_shapes))
+        abstract_draft = jax.tree.map(abstract_leaf, draft_shapes, layout(draft_shapes))
         if options.draft_path:
             network = read_draft(config, abstract_draft)
         else:

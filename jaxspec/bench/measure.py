@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from jaxspec.inputs.checked import Range, require
-from jaxspec.mesh import cores
+from jaxspec.mesh import core_count
 from jaxspec.system.version import package_version
 
 Budget = Annotated[float, Range(min=0)]
@@ -192,7 +192,7 @@ def common_fields(
         "batch": workload.batch,
         "prompt": workload.prompt,
         "new": workload.new,
-        "threads": workload.threads or cores(),
+        "threads": workload.threads or core_count(),
         "tokens": tokens,
         "tokens_per_s": tokens / timings.seconds,
         "wall_s": timings.seconds,

@@ -132,7 +132,7 @@ def product_rate(dtype: Any) -> float:
 
 
 def _roofline_file(dtype: str) -> Path:
-    machine = meshes.machine(meshes.make_mesh(1, 1))
+    machine = meshes.describe_machine(meshes.make_mesh(1, 1))
     name = re.sub(r"\W+", "-", f"{machine['cpu']} {machine['cores']} {machine['device']} {dtype}")
     return cache_folder() / "roofline" / f"{name}.json"
 
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     meshes.count_devices()  # says it where there is none
     on_cpu = jax.default_backend() == "cpu"
     read_rates = {
-        mib: _threaded_read_rate(mib, meshes.cores()) if on_cpu else read_rate(mib)
+        mib: _threaded_read_rate(mib, meshes.core_count()) if on_cpu else read_rate(mib)
         for mib in SIZES_MIB
     }
     current = Roofline(read_rates, product_rate(jnp.dtype(options.dtype)))
@@ -201,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
         f" {best.flops_per_s / 1e9:.0f} at best; kept in {file}"
     )
     context = {
-        "machine": meshes.machine(meshes.make_mesh(1, 1)),
+        "machine": meshes.describe_machine(meshes.make_mesh(1, 1)),
         "versions": package_versions(),
         "dtype": options.dtype,
     }

@@ -27,12 +27,12 @@ from jaxspec.bench.roofline import decode_work, read_roofline
 from jaxspec.bench.workload import StepOptions
 from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import parse_range
-from jaxspec.host.comparison import compare
-from jaxspec.host.programs import abstract, ahead, put
-from jaxspec.host.round_cost import with_chooser
+from jaxspec.host.comparison import compare_decoding
+from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like
+from jaxspec.host.round_cost import add_length_chooser
 from jaxspec.inputs.spec import ModelSpec
-from jaxspec.run.schedules import Runner, staged_step, whole_step
-from jaxspec.state import EOS, LENGTH, Finished, Prompts, Rollout, TrainState
+from jaxspec.run.schedules import StepSchedule, compile_fused_schedule, compile_staged_schedule
+from jaxspec.state import EOS, LENGTH, Prompts, Rollout, ScoredRollout, TrainState
 from jaxspec.step import Step
 from jaxspec.system.progress import Screen
 from jaxspec.system.trace import Profiler
@@ -53,7 +53,11 @@ class Stepper:
     """Steps one after the other, each from the weights that the one before it left."""
 
     def __init__(
-        self, loaded: LoadedCheckpoint, step: Step, runner: Runner, profiled_calls: range = range(0)
+        self,
+        loaded: LoadedCheckpoint,
+        step: Step,
+        runner: StepSchedule,
+        profiled_calls: range = range(0),
     ) -> None:
         """Traces the calls of `profiled_calls`."""
         self._prompt_count = loaded.job.config.batch.prompts
@@ -61,15 +65,15 @@ class Stepper:
         self.profiler = Profiler(
             profiled_calls, Path("trace-step.json.gz"), tuple(runner.programs.values()), print
         )
-        self._template = abstract(step, self._prompt_count)[1]
-        self.finished = put(step.nothing_finished(loaded.options.batch), self._template)
+        self._template = abstract_arguments(step, self._prompt_count)[1]
+        self.finished = put_like(step.empty_scored_rollout(loaded.options.batch), self._template)
         # Whoever steps gives its state away, and another one may still want these weights.
         network = loaded.network if step.generator.draft else None
         weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, network))
-        state = jax.jit(step.start, out_shardings=step.state_shardings(), donate_argnums=(0, 1))(
-            *weights
-        )
-        self.state, self._step = with_chooser(step, state, self.encode_prompts(0)), step
+        state = jax.jit(
+            step.init_state, out_shardings=step.state_shardings(), donate_argnums=(0, 1)
+        )(*weights)
+        self.state, self._step = add_length_chooser(step, state, self.encode_prompts(0)), step
         self.phase_seconds: list[dict[str, float]] = []
         """Of the phases, where the runner measures them, and of scoring."""
         self.read_lengths: list[np.ndarray] = []
@@ -96,24 +100,26 @@ class Stepper:
             result = self._runner(self.state, self.finished, prompts, lambda _: False)
         assert result.rollout is not None, "nobody asked to stop"
         start_time = time.perf_counter()
-        rewards = put(self._score_digits(result.rollout), self._template.rewards)
+        rewards = put_like(self._score_digits(result.rollout), self._template.rewards)
         lengths = np.asarray(result.rollout.lengths)
         is_complete = np.isin(np.asarray(result.rollout.status), (EOS, LENGTH))
         read_lengths = np.where(is_complete, lengths - 1, 0).astype(np.int32)
-        plan = self._step.planned(read_lengths)
+        plan = self._step.plan_batch(read_lengths)
         template = self._template.valid, self._template.plan, self._template.learn
-        valid, plan, learn = put((is_complete, plan, True), template)
+        valid, plan, learn = put_like((is_complete, plan, True), template)
         self.state = result.state
-        self.finished = Finished(
+        self.finished = ScoredRollout(
             rollout=result.rollout, rewards=rewards, valid=valid, plan=plan, learn=learn
         )
         score_seconds = {"time/score": time.perf_counter() - start_time}
         learner_seconds = {
-            name: seconds for name, seconds in result.learned.items() if name.startswith("time/")
+            name: seconds
+            for name, seconds in result.training_metrics.items()
+            if name.startswith("time/")
         }
         self.phase_seconds.append(learner_seconds | result.seconds | score_seconds | data_seconds)
-        self.rollout_metrics.append(result.generated)
-        self.learner_metrics = result.learned
+        self.rollout_metrics.append(result.rollout_metrics)
+        self.learner_metrics = result.training_metrics
         self.read_lengths.append(read_lengths)
         self.new_tokens.append(int(np.sum(lengths - np.asarray(result.rollout.prompt_lengths))))
 
@@ -132,10 +138,10 @@ class Stepper:
 
 def time_phases(
     loaded: LoadedCheckpoint, step: Step, repeats: int
-) -> tuple[Stepper, Runner, dict[str, float]]:
+) -> tuple[Stepper, StepSchedule, dict[str, float]]:
     """Steps phase by phase, and the median seconds of each phase after the two steps that warm
     up."""
-    runner = staged_step(step, loaded.job.config.batch.prompts)
+    runner = compile_staged_schedule(step, loaded.job.config.batch.prompts)
     stepper = Stepper(loaded, step, runner)
     for call_index in range(2 + repeats):
         stepper(call_index)
@@ -162,10 +168,12 @@ def time_logprob_pass(stepper: Stepper, step: Step, repeats: int) -> float:
     """Median seconds of a forward pass over the last rollout, which others make to have the old
     logprobs and jaxspec does not."""
 
-    def forward(state: TrainState, finished: Finished) -> Any:
-        return step.learner.evaluate(state.learner.policy.network, step.batch_of(finished))
+    def forward(state: TrainState, finished: ScoredRollout) -> Any:
+        return step.learner.evaluate_policy(
+            state.learner.policy.network, step.build_batch(finished)
+        )
 
-    program, _ = ahead(forward, stepper.state, stepper.finished)
+    program, _ = compile_ahead(forward, stepper.state, stepper.finished)
     pass_seconds = []
     for _ in range(repeats + 1):
         start_time = time.perf_counter()
@@ -193,16 +201,18 @@ def measure_speculation(
     and of a step with a logprob pass; and what its rounds cost, both ways."""
     step = loaded.job.step
     plain_step = dataclasses.replace(
-        step, generator=step.generator.plain(), fresh_draft=lambda: None
+        step, generator=step.generator.plain(), init_draft=lambda: None
     )
-    learner = dataclasses.replace(step.learner, objective=None, taps=())
+    learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
     plain_step = dataclasses.replace(plain_step, learner=learner)
     plain_stepper = Stepper(
-        loaded, plain_step, whole_step(plain_step, loaded.job.config.batch.prompts)
+        loaded, plain_step, compile_fused_schedule(plain_step, loaded.job.config.batch.prompts)
     )
     plain_timings = time_calls(plain_stepper, options.repeats, options.budget)
     # which the draft has learnt nothing of
-    comparison = compare(step, stepper.state, stepper.encode_prompts(len(stepper.phase_seconds)))
+    comparison = compare_decoding(
+        step, stepper.state, stepper.encode_prompts(len(stepper.phase_seconds))
+    )
     generation_speedup = comparison.plain_seconds / comparison.spec_seconds
     return {
         "plain_step_s": plain_timings.seconds,
@@ -232,7 +242,10 @@ def main(argv: Sequence[str]) -> int:
     startup_seconds["load"] = time.perf_counter() - start_time
     start_time = time.perf_counter()
     stepper = Stepper(
-        loaded, step, whole_step(step, prompts), parse_range("--profile", options.profile)
+        loaded,
+        step,
+        compile_fused_schedule(step, prompts),
+        parse_range("--profile", options.profile),
     )
     compile_seconds = time.perf_counter() - start_time
     with contextlib.closing(stepper.profiler):
@@ -250,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     mean_flops, roofline = np.mean(step_flops), read_roofline(options.dtype)
     # the work is the policy's; the seconds are a draft's too
-    flops_per_second = None if step.learner.objective else mean_flops / phase_seconds["train"]
+    flops_per_second = None if step.learner.draft_objective else mean_flops / phase_seconds["train"]
     memory = runner.programs["train"].memory_analysis()
     beta = loaded.job.config.kl.beta
     # the reference is read by such a pass, which is part of learning
@@ -269,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
         "logprob_pass_s": logprob_seconds,
         "generation_share": generation_share(phase_seconds),
         "packing": phased_stepper.learner_metrics["learner/packing"],
-        "micro_batch": step.learner.tokens,
+        "micro_batch": step.learner.micro_tokens,
         "learning_flops_per_s": flops_per_second,
         "learning_roofline_share": flops_per_second / roofline.flops_per_s
         if flops_per_second and roofline
@@ -279,7 +292,7 @@ def main(argv: Sequence[str]) -> int:
         "compile_s": compile_seconds,
         "check_logprob": fixed_logprob,
         "acceptance_length": mean_acceptance_length(stepper),
-        "machine": meshes.machine(loaded.job.mesh),
+        "machine": meshes.describe_machine(loaded.job.mesh),
     }
     Screen().print(_step_table(record))
     print(json.dumps(record))

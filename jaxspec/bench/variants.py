@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.config.settings import DraftKind, DraftSampling, LookupKind, ResolvedConfig, VerifyRule
-from jaxspec.drafts.kinds import kind_of
+from jaxspec.drafts.kinds import get_kind
 
 SWEPT_SETTINGS = (
     "rollout.draft.kind",
@@ -69,7 +69,7 @@ def apply_variant(
         draft,
         kind=variant.kind,
         sampling=variant.sampling,
-        vocab=draft.vocab if "rollout.draft.vocab" in kind_of(variant.kind).settings else 0,
+        vocab=draft.vocab if "rollout.draft.vocab" in get_kind(variant.kind).settings else 0,
     )
     draft = replace(draft, draft_length="auto") if variant.chooses_length else draft
     lookup = replace(config.rollout.lookup, beside=variant.lookup)

@@ -28,7 +28,7 @@ from jaxspec.config.settings import (
     VerifyRule,
     parse_range,
 )
-from jaxspec.drafts.kinds import kind_of
+from jaxspec.drafts.kinds import get_kind
 from jaxspec.inputs.checked import CheckedConfig, Range, require, translate_settings
 from jaxspec.inputs.spec import Count, ModelConfig, Natural
 
@@ -94,8 +94,8 @@ class GenerateOptions(CheckedConfig, prefix="--"):
 
     def check(self) -> None:
         require(
-            self.threads <= meshes.cores(),
-            f"--threads is {self.threads}, and there are {meshes.cores()} cores; 0 uses all of"
+            self.threads <= meshes.core_count(),
+            f"--threads is {self.threads}, and there are {meshes.core_count()} cores; 0 uses all of"
             " them",
         )
         rows = max(self.batch, *self.live, 1)
@@ -112,8 +112,8 @@ class GenerateOptions(CheckedConfig, prefix="--"):
         remedy = (
             "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
         )
-        has_vocab = "rollout.draft.vocab" in kind_of(self.draft).settings
-        is_learned = kind_of(self.draft).learned is not None
+        has_vocab = "rollout.draft.vocab" in get_kind(self.draft).settings
+        is_learned = get_kind(self.draft).learned is not None
         is_sampled = is_learned and self.temperature > 0
         require(is_sampled or not self.synthetic_acceptance, f"--synthetic_acceptance {remedy}")
         for condition, applies, names in (
@@ -255,7 +255,7 @@ class StepOptions(CheckedConfig, prefix="--"):
             f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every"
             " prompt has all its answers",
         )
-        is_learned = kind_of(self.draft).learned is not None
+        is_learned = get_kind(self.draft).learned is not None
         require(
             is_learned or self.online,
             f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"

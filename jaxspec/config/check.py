@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxspec.config.settings import SHARED_SETTINGS, DataConfig, ResolvedConfig, SetConfig
-from jaxspec.drafts.kinds import kind_of
+from jaxspec.drafts.kinds import get_kind
 from jaxspec.inputs.checked import INT32, divisors, require
 from jaxspec.rollout.pages import smallest_pool
 
@@ -329,9 +329,9 @@ def _check_drafts(config: ResolvedConfig) -> None:
         f"rollout.banned has ids {unknown_ids}, which model.vocab {vocab} does not hold; leave"
         " them out",
     )
-    kind = kind_of(draft.kind)
+    kind = get_kind(draft.kind)
     if kind.learned is not None:
-        kind.learned.check(config.draft_spec)
+        kind.learned.check_spec(config.draft_spec)
     draft_vocab = draft.draft_vocab
     is_supported = draft_vocab == 0 or "rollout.draft.vocab" in kind.settings
     require(
@@ -372,7 +372,7 @@ def _check_loops(config: ResolvedConfig) -> None:
     )
     require(match_fits, f"{message}; lower it")
     is_trained = training.online or config.offline.steps > 0
-    is_unrolled = is_trained and "draft_training.ttt_steps" in kind_of(rollout.draft.kind).settings
+    is_unrolled = is_trained and "draft_training.ttt_steps" in get_kind(rollout.draft.kind).settings
     require(
         not is_unrolled or training.ttt_steps < longest,
         f"draft_training.ttt_steps {training.ttt_steps} is not below {row}; lower it",

@@ -24,7 +24,7 @@ from jaxspec.config.algorithms import ALGORITHMS, describe_algorithms, with_algo
 from jaxspec.config.as_json import flatten_settings, includes_setting, to_json
 from jaxspec.config.settings import SHARED_SETTINGS, Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
-from jaxspec.drafts.kinds import kind_of
+from jaxspec.drafts.kinds import get_kind
 from jaxspec.inputs.checked import CheckedConfig, ConfigError, require
 from jaxspec.inputs.docstrings import field_docstrings, first_sentence
 from jaxspec.inputs.options import option_names, refuse_unknown_options
@@ -266,7 +266,7 @@ def settle_draft_settings(config: _C, argv: Sequence[str], prefix: str = "") -> 
     draft, lookup = config.rollout.draft, config.rollout.lookup
     if (
         "rollout.draft.kind" in named
-        and "rollout.draft.vocab" not in kind_of(draft.kind).settings
+        and "rollout.draft.vocab" not in get_kind(draft.kind).settings
         and "rollout.draft.vocab" not in named
     ):
         draft = replace(draft, vocab="auto")

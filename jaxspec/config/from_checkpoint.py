@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from jaxspec.config.rollout import LARGE_VOCAB, PUBLISHED_VOCAB
 from jaxspec.config.settings import Config, DataConfig, ResolvedConfig, SetConfig
-from jaxspec.drafts.kinds import DraftKind, kind_of, learned
+from jaxspec.drafts.kinds import DraftKind, get_kind, get_learned
 from jaxspec.hf.pretrained import (
     ADAPTER_FILE,
     absolute_path,
@@ -66,7 +66,7 @@ def resolve_config(config: Config, report: Reporter) -> ResolvedConfig:
 def _resolve_vocabulary(config: ResolvedConfig) -> ResolvedConfig:
     """The config with the size of the draft's own vocabulary, where it can have one."""
     draft, policy_vocab = config.rollout.draft, config.model.vocab
-    if draft.vocab != "auto" or "rollout.draft.vocab" not in kind_of(draft.kind).settings:
+    if draft.vocab != "auto" or "rollout.draft.vocab" not in get_kind(draft.kind).settings:
         return config
     is_large = config.offline.steps > 0 and policy_vocab > LARGE_VOCAB
     # a multiple of 128 can be split over `tensor`
@@ -77,7 +77,7 @@ def _resolve_vocabulary(config: ResolvedConfig) -> ResolvedConfig:
 def _resolve_draft(config: ResolvedConfig, path: str, report: Reporter) -> ResolvedConfig:
     """The config with what the folder of its draft says."""
     draft = config.rollout.draft
-    names = [name for name in get_args(DraftKind) if kind_of(name).learned]
+    names = [name for name in get_args(DraftKind) if get_kind(name).learned]
     require(
         draft.is_learned,
         f"{_DRAFT} {path} is for drafts of kind {', '.join(names[:-1])} and {names[-1]};"
@@ -88,7 +88,7 @@ def _resolve_draft(config: ResolvedConfig, path: str, report: Reporter) -> Resol
         _report_unread_weights(path, _DRAFT, WEIGHTS_FILE, report)
     draft = replace(draft, path=absolute_path(path))
     config = replace(config, rollout=replace(config.rollout, draft=draft))
-    spec = learned(draft.kind).resolve(config.draft_spec, folder, report)
+    spec = get_learned(draft.kind).resolve_spec(config.draft_spec, folder, report)
     draft_model, policy = spec.decoder, config.model
     if (
         policy.rope_factor != 1 and draft_model is not None
@@ -154,9 +154,9 @@ def _native_drafts(model: ModelSpec) -> list[tuple[str, int]]:
     if not model.path:
         return []
     names = list(open_tensors(find_folder(model.path, _MODEL)))
-    kinds = {name: kind_of(name).learned for name in get_args(DraftKind)}
+    kinds = {name: get_kind(name).learned for name in get_args(DraftKind)}
     layer_counts = {
-        name: learned_kind.native(names, model.layers)
+        name: learned_kind.count_native_layers(names, model.layers)
         for name, learned_kind in kinds.items()
         if learned_kind
     }
@@ -170,8 +170,8 @@ def check_folders(config: ResolvedConfig, policy: Decoder, tokens: int) -> None:
     `policy` has the policy's shapes, and the tokenizer so many tokens.
 
     Raises:
-      ConfigError: as `open_policy_checkpoint`, `make_adapter_merger` and `Learned.judge` do, or a
-        draft has another tokenizer.
+      ConfigError: as `open_policy_checkpoint`, `make_adapter_merger` and `Learned.check_files` do,
+        or a draft has another tokenizer.
     """
     if config.model.path:
         open_policy_checkpoint(config.model, policy)
@@ -182,7 +182,7 @@ def check_folders(config: ResolvedConfig, policy: Decoder, tokens: int) -> None:
         folder = find_folder(draft.path, _DRAFT)
         if tokenizer and str(folder) != tokenizer and (folder / TOKENIZER_FILE).is_file():
             check_same_tokens(Path(tokenizer), folder)
-        learned(draft.kind).judge(config.draft_spec, folder, tokens)
+        get_learned(draft.kind).check_files(config.draft_spec, folder, tokens)
 
 
 def _is_available(path: str) -> bool:
@@ -202,4 +202,4 @@ def read_draft(config: ResolvedConfig, abstract: PyTree) -> PyTree:
     """
     draft = config.rollout.draft
     folder = find_folder(draft.path, _DRAFT)
-    return learned(draft.kind).load(config.draft_spec, folder, abstract)
+    return get_learned(draft.kind).load_network(config.draft_spec, folder, abstract)

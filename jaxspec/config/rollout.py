@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxspec.drafts.kinds import DraftKind, LookupKind, kind_of
+from jaxspec.drafts.kinds import DraftKind, LookupKind, get_kind
 from jaxspec.inputs.checked import CheckedConfig, Range, require
 from jaxspec.inputs.json_keys import format_value, is_valid_utf8
 from jaxspec.inputs.spec import Count, LayerCount, Natural
@@ -93,7 +93,7 @@ class DraftConfig(CheckedConfig, prefix="rollout.draft."):
     @property
     def is_learned(self) -> bool:
         """Whether the draft has weights."""
-        return kind_of(self.kind).learned is not None
+        return get_kind(self.kind).learned is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +217,13 @@ class RolloutConfig(CheckedConfig, prefix="rollout."):
     @property
     def lookup_kind(self) -> str:
         """The look-up in use, alone or beside a learned draft."""
-        sole_lookup = kind_of(self.draft.kind).lookup
+        sole_lookup = get_kind(self.draft.kind).lookup_name
         return sole_lookup if sole_lookup != "none" else self.lookup.beside
 
     @property
     def past_answers(self) -> int:
         """Earlier answers that a prompt brings along."""
-        return self.lookup.past if kind_of(self.lookup_kind).reads_history else 0
+        return self.lookup.past if get_kind(self.lookup_kind).reads_history else 0
 
 
 def require_stop_strings(name: str, strings: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ from typing import get_args
 
 from jaxspec.config.as_json import flatten_settings, includes_setting, to_json
 from jaxspec.config.settings import Config, DraftConfig, RewardConfig
-from jaxspec.drafts.kinds import DraftKind, kind_of
+from jaxspec.drafts.kinds import DraftKind, get_kind
 from jaxspec.inputs.checked import Unused, require
 
 
@@ -17,7 +17,7 @@ def _uses_generic_text(c: Config) -> bool:
 
 def _settings_in_use(c: Config) -> frozenset[str]:
     """Settings that the kind of draft, and that of the look-up in use, have a use for."""
-    return kind_of(c.rollout.draft.kind).settings | kind_of(c.rollout.lookup_kind).settings
+    return get_kind(c.rollout.draft.kind).settings | get_kind(c.rollout.lookup_kind).settings
 
 
 def _rule_by_kind(setting: str, fact: str) -> Unused:
@@ -31,7 +31,7 @@ def _rule_by_files(setting: str) -> Unused:
         setting,
         "rollout.draft.path, whose files say it,",
         lambda c: (
-            bool(c.rollout.draft.path) and setting in kind_of(c.rollout.draft.kind).from_files
+            bool(c.rollout.draft.path) and setting in get_kind(c.rollout.draft.kind).file_settings
         ),
         set_by_files=True,
     )
@@ -217,9 +217,9 @@ GENERAL_RULES = (
 
 def list_draft_rules() -> tuple[Unused, ...]:
     """What is judged where a run has one kind of draft."""
-    kinds = [kind_of(name) for name in get_args(DraftKind)]
+    kinds = [get_kind(name) for name in get_args(DraftKind)]
     settings = sorted(frozenset().union(*(kind.settings for kind in kinds)))
-    file_settings = sorted(frozenset().union(*(kind.from_files for kind in kinds)))
+    file_settings = sorted(frozenset().union(*(kind.file_settings for kind in kinds)))
     lookup_settings = [name for name in settings if name.startswith("rollout.lookup.")]
     training_settings = [name for name in settings if name.startswith("draft_training.")]
     other_settings = [
@@ -274,7 +274,7 @@ def list_draft_rules() -> tuple[Unused, ...]:
             _rule_by_kind(setting, f"{_KIND}, which has one depth,")
             for setting in training_settings
         ),
-        *(rule for kind in kinds for rule in kind.unused),
+        *(rule for kind in kinds for rule in kind.unused_rules),
         Unused(
             "draft_training.decay",
             "draft_training.ttt_steps 1, which is one depth of weight 1,",

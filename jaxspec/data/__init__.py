@@ -1,1 +1,1 @@
-"""Problems, and text to train on."""
+"""Problems and texts to train on."""

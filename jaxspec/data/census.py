@@ -1,4 +1,4 @@
-"""A census of reference answers before training: their kinds, with examples, and repeats."""
+"""Census of the reference answers before training: kinds, examples and repeats."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxspec.rewards.extract import is_number
 from jaxspec.rewards.mathematics.spelling import normalize_spelling, split_list
 
 MAX_REFERENCES = 100_000
-"""References that are counted, at most: those of the first problems."""
+"""Maximum number of references counted, from the first problems of a set."""
 MAX_REFERENCE_LENGTH = 4096
-"""Characters of a reference that is looked into; a longer one is a text."""
+"""Maximum characters of a reference that is parsed. A longer one is a sentence or a number."""
 SENTENCE_WORDS = 5
-"""Words of a reference, from which on it is a sentence."""
+"""Minimum number of words of a sentence."""
 COMMON_SHARE = 0.1
-"""Share of the references that are one and the same, from which on a remark says so."""
+"""Minimum share of one reference for a warning that it is common."""
 _MIN_REFERENCES = 10
-"""References of which a share says something."""
+"""Minimum number of references for that warning."""
 _COMMANDS = re.compile(r"\\text\s*|\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _WORDS_ALONE = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*[.!]?")
@@ -30,8 +30,12 @@ KINDS = "numbers", "formulas", "lists", "words", "sentences"
 
 
 def take_census(config: ResolvedConfig, sets: ProblemSets) -> Iterator[str]:
-    """Say of each set of problems in a file which kinds of references it has; `sets` is of
-    `config`."""
+    """Yields report lines on the references of all files.
+
+    Sets whose references are not compared with answers, such as tests of code, are left out. `sets`
+    must be the sets of `config`.
+    """
+    # `enumerate_sets` numbers the sets in this order.
     named_sets = [*config.sets_by_prefix.items()]
     for number, problems in sets.enumerate_sets():
         prefix, set_config = named_sets[number]
@@ -39,17 +43,20 @@ def take_census(config: ResolvedConfig, sets: ProblemSets) -> Iterator[str]:
             "answer" in set_config.reward.all_parts and set_config.data.answer_style != "code"
         )
         if is_judged and set_config.data.path and len(problems):
+            # The census delays the start of a run, so it must not grow with the file.
             references = itertools.islice(problems.iter_references(), MAX_REFERENCES)
             yield from describe_references(references, f"{prefix}data.answer_column")
 
 
 def describe_references(references: Iterable[tuple[str, str]], column: str) -> Iterator[str]:
-    """Describe references, each with its place: a line of their kinds, and remarks on those that
-    nothing, or anything, may equal.
+    """Yields report lines on the references of a set.
+
+    The first line has their kinds. The others are warnings: for whole sentences, for words, and for
+    one reference that is very common.
 
     Args:
-      references: places, and references.
-      column: the setting that names their column.
+      references: location and text of each reference.
+      column: setting that names their column.
     """
     kinds, examples, texts = Counter[str](), dict[str, tuple[str, str]](), Counter[str]()
     for location, reference in references:
@@ -66,6 +73,7 @@ def describe_references(references: Iterable[tuple[str, str]], column: str) -> I
         if kinds[kind]
     )
     [(common_reference, repeats)] = texts.most_common(1)
+    # A location is the source, a comma and the line. One without a comma names no source.
     source = next(iter(examples.values()))[0].rpartition(", ")[0] or column
     yield f"{source}: {total} references: {shares}; {len(texts)} differ"
     if kinds["sentences"]:
@@ -86,6 +94,7 @@ def describe_references(references: Iterable[tuple[str, str]], column: str) -> I
             f"{' and others' * (len(words) > 3)}. A response that states the word is right; remove"
             " rows whose word says that there is no answer"
         )
+    # A policy that learns to guess this reference looks as if it had learned the task.
     if repeats > 1 and total >= _MIN_REFERENCES and repeats >= COMMON_SHARE * total:
         yield (
             f"warning: {repeats} of {total} references are {format_value(common_reference)}:"
@@ -94,7 +103,7 @@ def describe_references(references: Iterable[tuple[str, str]], column: str) -> I
 
 
 def classify_reference(reference: str) -> str:
-    """Return the kind of a reference, one of `KINDS`."""
+    """Classifies a reference as one of `KINDS`."""
     if is_number(reference):
         return "numbers"
     if len(reference) > MAX_REFERENCE_LENGTH:
@@ -102,15 +111,18 @@ def classify_reference(reference: str) -> str:
     text = normalize_spelling(reference)
     if is_number(text):
         return "numbers"
+    # Names of LaTeX commands would count as words.
     plain = _COMMANDS.sub(" ", text).replace("{", " ").replace("}", " ").replace("$", " ").strip()
     if len(_WORD.findall(plain)) >= SENTENCE_WORDS:
         return "sentences"
+    # A set in braces is a list too.
     if len(split_list(text.removeprefix("\\{").removesuffix("\\}"))) > 1:
         return "lists"
     return "words" if _WORDS_ALONE.fullmatch(plain) else "formulas"
 
 
 def _format_percent(count: int, total: int) -> str:
-    """A share as a percentage, of which a small one is not 0."""
+    """Formats a share as a percentage."""
+    # One significant digit keeps a small share from reading as 0 %.
     share = 100 * count / total
     return f"{share:.0f} %" if share >= 1 else f"{share:.1g} %"

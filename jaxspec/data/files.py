@@ -1,4 +1,4 @@
-"""Data files, wherever they are and whatever they are written in, as batches of rows."""
+"""Data files as batches of rows: local or on the hub, JSON lines or parquet."""
 
 import contextlib
 import functools
@@ -17,24 +17,31 @@ from jaxspec.inputs.json_keys import join_names, parse_json_line
 from jaxspec.system.files import hash_file
 
 _BATCH_ROWS = 1024
-"""Rows of a file that are in memory at once."""
+"""Rows of a file in memory at a time."""
 _DATA_PATTERNS = ("*.parquet", "*.jsonl")
-"""Files of a dataset on the hub that hold its rows, where nothing says which do."""
+"""Patterns of the data files of a dataset or folder without a GLOB."""
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_NAME = re.compile(r".*\.(parquet|jsonl?|txt)")
-"""Names that are meant as a file that is here, though they look like an id."""
+"""Names of local files, some of which (`data/train.jsonl`) also have the form of an id."""
 
 
 def find_data_files(path: str, key: str) -> list[Path]:
-    """Return the files that a setting names: a file; those of a dataset on the hub, OWNER/NAME or
-    OWNER/NAME:GLOB, or of a folder, FOLDER or FOLDER:GLOB, in the order of their names.
+    """Finds the data files that a setting names.
 
-    In GLOB, `*` stands for slashes as well. What is on the hub is downloaded into the hub's own
-    cache first. A file that is absent is returned as it is: whoever reads it says so.
-    Raises `ConfigError`, naming `key`, where the hub cannot give the dataset, no file matches, or
-    there are several and no GLOB says which.
+    They are sorted by name. Files of the hub are downloaded into the hub's cache. A path that does
+    not exist and is no dataset id is returned as it is, so that reading it raises OSError.
+
+    Args:
+      path: a file; a folder as FOLDER or FOLDER:GLOB; or a dataset on the hub as OWNER/NAME or
+        OWNER/NAME:GLOB. In GLOB, `*` matches slashes too.
+      key: the setting, for messages.
+
+    Raises:
+      ConfigError: the hub cannot give the dataset, no file matches, or several files match and
+        there is no GLOB.
     """
     name, _, pattern = path.partition(":")
+    # A local path takes precedence over a dataset id of the same form.
     is_local = Path(path).exists() or not (pattern or _DATASET_ID.fullmatch(name))
     if Path(name).is_dir():
         folder = Path(name)
@@ -47,22 +54,24 @@ def find_data_files(path: str, key: str) -> list[Path]:
     return [folder / file for file in _select_files(path, key, _list_files(folder))]
 
 
+# Cached, so that all of a run reads the same revision.
 @functools.cache
 def _download_dataset(path: str, key: str) -> Path:
-    """The folder of a dataset on the hub with the files that are asked for; the hub is asked once,
-    so that all of a run reads one revision."""
-    # imported only here: it takes a while
+    """Downloads selected files of a dataset. Returns their folder."""
+    # Imported here because it is slow.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # its other base is what the library's HTTP client raises for want of a network
+    # The bases include the base class of the HTTP client's errors, which it raises without a
+    # network.
     unreachable = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     refusals = (OSError, ValueError, *unreachable)
     name, _, pattern = path.partition(":")
-    # where that fails, what was downloaded before will do; if nothing was, the download says why
+    # If the hub cannot be reached, files of an earlier download will do. If there are none,
+    # `snapshot_download` raises the error to report.
     with contextlib.suppress(*refusals):
         files = HfApi().dataset_info(name).siblings or ()
-        # before anything is downloaded in vain
+        # Its ConfigError is not suppressed, and is raised before anything is downloaded in vain.
         _select_files(path, key, [file.rfilename for file in files])
     patterns = [pattern] if pattern else [*_DATA_PATTERNS]
     try:
@@ -80,11 +89,12 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _select_files(path: str, key: str, names: Sequence[str]) -> list[str]:
-    """Those of a dataset's files that `path` asks for, sorted."""
+    """Selects files of a dataset. Returns sorted names."""
     dataset, _, pattern = path.partition(":")
     patterns = [pattern] if pattern else _DATA_PATTERNS
     matches = sorted(name for name in names if any(fnmatchcase(name, glob) for glob in patterns))
     data_names = [name for name in names if any(fnmatchcase(name, glob) for glob in _DATA_PATTERNS)]
+    # A README or license is no example of a file to name.
     examples = sorted(data_names or names)
     remedy = f"{dataset}:GLOB, such as {dataset}:{examples[0]}" if examples else "one that has some"
     require(
@@ -101,9 +111,12 @@ def _select_files(path: str, key: str, names: Sequence[str]) -> list[str]:
 
 
 def data_digest(path: str, key: str) -> str:
-    """Return the digest of all files of `find_data_files`; "-" where one is absent.
+    """Returns a digest of all files of a setting.
 
-    Raises `ConfigError` as `find_data_files` does, and for a file that cannot be read.
+    The digest is "-" if a file is missing.
+
+    Raises:
+      ConfigError: as `find_data_files`, or a file cannot be read.
     """
     digests = [_file_digest(file) for file in find_data_files(path, key)]
     if "-" in digests:
@@ -120,18 +133,20 @@ def _file_digest(file: Path) -> str:
     return _digest_version(file.absolute(), state.st_size, state.st_mtime_ns)
 
 
+# The start of a run needs a digest in several places. Size and time are keys of this cache only, so
+# that a file that changes is read again.
 @functools.lru_cache(maxsize=1024)
 def _digest_version(file: Path, size: int, modified_ns: int) -> str:
-    """The digest of a file in this state: a start asks for it in several places."""
+    """Returns the digest of a file in this state."""
     return hash_file(file)
 
 
 def count_lines(files: Sequence[Path], source: str) -> int:
-    """Return how many lines `iter_lines` gives, without making any of a parquet file; raises as it
-    does."""
+    """Counts the lines that `iter_lines` yields. Raises the same errors."""
     count = 0
     for file in files:
         if file.suffix == ".parquet":
+            # The metadata has the count, so no row has to be read.
             with _open_parquet(file, source) as rows:
                 count += rows.metadata.num_rows
         else:
@@ -141,8 +156,10 @@ def count_lines(files: Sequence[Path], source: str) -> int:
 
 
 class LineBatch:
-    """Rows of a file of JSON lines; the first is row `first_row` of all files, which `source`
-    names."""
+    """A batch of rows of a JSON-lines file.
+
+    Its first row is row `first_row` of all files. `source` names the files in messages.
+    """
 
     def __init__(self, lines: list[bytes], source: str, first_row: int) -> None:
         self._lines, self._source, self._first_row = lines, source, first_row
@@ -152,29 +169,36 @@ class LineBatch:
         return len(self._lines)
 
     def iter_values(self, names: Sequence[str]) -> Iterator[Sequence[Any] | None]:
-        """Give the values of some columns, row by row; None for a blank line.
+        """Yields the values of columns row by row.
 
-        Raises `ConfigError` for a line that holds no object.
+        A blank line gives None.
+
+        Raises:
+          ConfigError: a line is not a JSON object.
         """
-        # nothing is kept: thousands of rows would not fit the processor's caches
+        # No row is kept: thousands of rows would not fit the processor's caches.
         for index, line in enumerate(self._lines):
             row = self.read_row(index) if line.strip() else None
             yield None if row is None else [row.get(name) for name in names]
 
     def read_row(self, index: int) -> dict[str, Any]:
-        """Return the object that a line holds; raises as `iter_values` does."""
+        """Returns a row as an object. Raises the same errors as `iter_values`."""
         return parse_json_line(
             self._lines[index], f"{self._source}, line {self._first_row + index + 1}"
         )
 
     def to_lines(self, indices: Sequence[int]) -> list[bytes]:
-        """Return some of its rows as lines of JSON."""
+        """Returns selected rows as lines of JSON."""
+        # The last line of a file may lack its newline.
         lines = (self._lines[index] for index in indices)
         return [line if line.endswith(b"\n") else line + b"\n" for line in lines]
 
 
 class TableBatch:
-    """Rows of a parquet file, which `source` names. Its methods raise `ConfigError` for damage."""
+    """A batch of rows of a parquet file.
+
+    `source` names the file in messages. Methods raise `ConfigError` if the file is damaged.
+    """
 
     def __init__(self, table: Any, source: str) -> None:
         self._table, self._source = table, source
@@ -183,7 +207,7 @@ class TableBatch:
         return self._table.num_rows
 
     def iter_values(self, names: Sequence[str]) -> Iterator[Sequence[Any] | None]:
-        """Give the values of some columns, row by row."""
+        """Yields the values of columns row by row."""
         column_names = self._table.schema.names
         missing_column = [None] * len(self)
         with _convert_arrow_errors(self._source):
@@ -194,13 +218,14 @@ class TableBatch:
         return zip(*columns, strict=True)
 
     def read_row(self, index: int) -> dict[str, Any]:
-        """Return a row as the object that its line of JSON would hold."""
+        """Returns a row as an object."""
+        # Parsed from its JSON text, so that values have the same types as in a JSON-lines file.
         return parse_json_line(self.to_lines([index])[0], self._source)
 
     def to_lines(self, indices: Sequence[int]) -> list[bytes]:
-        """Return some of its rows as lines of JSON.
+        """Returns selected rows as lines of JSON.
 
-        Nested columns become objects and lists, and what JSON has no word for its text.
+        Nested columns become objects and lists. Values that JSON lacks, such as dates, become text.
         """
         with _convert_arrow_errors(self._source):
             rows = self._table.take(list(indices)).to_pylist() if indices else []
@@ -211,10 +236,13 @@ RowBatch = LineBatch | TableBatch
 
 
 def iter_batches(files: Sequence[Path], source: str) -> Iterator[RowBatch]:
-    """Give the rows of all files, one file after the other; one batch is in memory at a time.
+    """Yields the rows of all files in batches.
 
-    Raises `ConfigError`, which `source` begins, where pyarrow is missing or a file is damaged, and
-    OSError for one that cannot be read.
+    Only one batch is in memory at a time.
+
+    Raises:
+      ConfigError: pyarrow is missing, or a file is damaged. The message starts with `source`.
+      OSError: a file cannot be read.
     """
     row_count = 0
     for file in files:
@@ -231,14 +259,15 @@ def iter_batches(files: Sequence[Path], source: str) -> Iterator[RowBatch]:
 
 
 def iter_lines(files: Sequence[Path], source: str) -> Iterator[bytes]:
-    """Give the rows of all files as lines of JSON; raises as `iter_batches` does."""
+    """Yields all rows as lines of JSON. Raises the same errors as `iter_batches`."""
     for batch in iter_batches(files, source):
         yield from batch.to_lines(range(len(batch)))
 
 
 @contextlib.contextmanager
 def _open_parquet(file: Path, source: str) -> Iterator[Any]:
-    """An open parquet file."""
+    """Opens a parquet file."""
+    # pyarrow is an optional dependency, so it is imported only after this check.
     require(
         importlib.util.find_spec("pyarrow") is not None,
         f"{source}: parquet files need pyarrow, which is not installed: in a checkout run bash"
@@ -247,28 +276,31 @@ def _open_parquet(file: Path, source: str) -> Iterator[Any]:
     from pyarrow import parquet
 
     with _convert_arrow_errors(_label_file(file, source)), parquet.ParquetFile(file) as rows:
+        # A row becomes an object, which would lose one of two columns of the same name.
         names: list[str] = rows.schema_arrow.names
         duplicates = sorted({name for name in names if names.count(name) > 1})
         require(
             not duplicates,
-            f"{_label_file(file, source)}: columns that are there more than once:"
+            f"{_label_file(file, source)}: duplicate columns:"
             f" {join_names(duplicates)}; rename them",
         )
         yield rows
 
 
 def _label_file(file: Path, source: str) -> str:
+    """Appends the name of a file to `source`, unless it ends with it."""
     return source if source.endswith(file.name) else f"{source}, {file.name}"
 
 
 @contextlib.contextmanager
 def _convert_arrow_errors(source: str) -> Iterator[None]:
-    """Turns what pyarrow says of damage into ConfigError."""
+    """Raises errors of pyarrow as `ConfigError`."""
     import pyarrow
 
     try:
         yield
+    # Text is decoded when a value is used. Bytes that are not UTF-8 raise a plain ValueError then.
     except (pyarrow.ArrowException, ValueError) as error:
         raise ConfigError(
-            f"{source}: no parquet file that can be read ({first_line(error)}); write it anew"
+            f"{source}: not a readable parquet file ({first_line(error)}); write it again"
         ) from error

@@ -1,5 +1,8 @@
-"""The last answers to each problem, kept on the host: what drafts of kind `history` look through
-when the problem comes again."""
+"""Store of recent answers, for drafts of kind `history`.
+
+These drafts search the last answers to a problem when it is sampled again. The store is in host
+memory.
+"""
 
 import base64
 import io
@@ -10,14 +13,20 @@ import numpy as np
 from jaxspec.processes.parcels import exchange_parcels
 
 Answers = dict[int, list[np.ndarray]]
-"""By problem, or by place in a batch, as token ids."""
+"""Token ids of answers, by number of the problem or by place in a batch."""
 
 
 class AnswerHistory:
-    """Up to `past` answers of each problem; a newer batch's replace an older one's.
+    """Store of the last answers to each problem.
 
-    Each process keeps those that it has made, and of all others knows which process keeps them:
-    they are sent when their problem comes again. `process` is this one, and `exchange` sends.
+    Of each problem, up to `past` answers of its newest batch are kept. Each process owns the
+    answers that it generated, and knows the owners of all others. An owner sends its answers to the
+    processes that sample their problem again.
+
+    Args:
+      past: maximum number of answers kept of a problem.
+      process: index of this process.
+      exchange: sends parcels to processes, and returns those of the given senders.
     """
 
     def __init__(
@@ -35,23 +44,35 @@ class AnswerHistory:
     def store_answers(
         self, owners: Mapping[int, int], local_answers: Mapping[int, Sequence[np.ndarray]]
     ) -> None:
-        """Remembers which process has made the newest answers to some problems, and the first
-        `past` of the `local_answers`, made here."""
+        """Replaces the answers to some problems.
+
+        Args:
+          owners: for each problem, the process that generated its newest answers.
+          local_answers: answers that this process generated.
+        """
         self._owners |= owners
         for problem, owner in owners.items():
+            # Another process may own the problem now, which makes the answers here outdated.
             self._answers.pop(problem, None)
             if owner == self._process:
                 answers = local_answers[problem][: self.past]
                 self._answers[problem] = [np.asarray(answer, np.int32) for answer in answers]
 
     def fetch_answers(self, askers: Mapping[int, Collection[int]]) -> Answers:
-        """What is remembered of the problems that this process is going to ask. All processes call
-        it, with the problems that any of them asks, and who does."""
+        """Returns the stored answers that this process needs.
+
+        These are answers to the problems that it samples next. All processes must call it with the
+        same `askers`.
+
+        Args:
+          askers: for each problem, the processes that sample it.
+        """
         this_process = self._process
         fetched: Answers = {}
         outgoing: dict[int, Answers] = {}
         senders: set[int] = set()
         for problem, processes in askers.items():
+            # All processes know all owners, so senders and receivers agree without a request.
             owner = self._owners.get(problem)
             if owner == this_process:
                 for process in processes:
@@ -68,16 +89,20 @@ class AnswerHistory:
 
     @property
     def owners(self) -> list[tuple[int, int]]:
-        """Each problem, and the process that keeps its answers."""
+        """Pairs of a problem and the process that owns its answers."""
         return [*self._owners.items()]
 
     def encode_answers(self) -> str:
-        """What this process keeps as text, for a checkpoint."""
+        """Encodes the answers of this process for a checkpoint."""
         return base64.b64encode(_pack_answers(self._answers)).decode()
 
     def restore_answers(self, owners: Iterable[tuple[int, int]], dumps: Iterable[str]) -> None:
-        """Takes over what some processes have dumped, where each process has done so with what is
-        its own by `owners` from now on."""
+        """Replaces all answers by those of a checkpoint.
+
+        Args:
+          owners: pairs of a problem and the process that owns its answers from now on.
+          dumps: texts of `encode_answers` with the answers that this process owns from now on.
+        """
         self._owners, self._answers = dict(owners), {}
         for dump in dumps:
             self._answers |= _unpack_answers(base64.b64decode(dump))
@@ -90,10 +115,12 @@ def _pack_answers(answers: Answers) -> bytes:
         for answer in problem_answers
     ]
     file = io.BytesIO()
+    # One array for all answers, since each array of the file has a header of its own.
     np.savez_compressed(
         file,
         problems=np.asarray([problem for problem, _ in pairs], np.int64),
         lengths=np.asarray([len(answer) for _, answer in pairs], np.int64),
+        # The empty array is for a store without answers, which `concatenate` refuses.
         tokens=np.concatenate([np.zeros(0, np.int32), *(answer for _, answer in pairs)]),
     )
     return file.getvalue()
@@ -103,6 +130,7 @@ def _unpack_answers(parcel: bytes) -> Answers:
     answers_by_problem: Answers = {}
     with np.load(io.BytesIO(parcel)) as file:
         answers = np.split(file["tokens"], np.cumsum(file["lengths"])[:-1])
+        # Without answers, `split` still gives one empty array.
         for problem, answer in zip(file["problems"].tolist(), answers, strict=False):
             answers_by_problem.setdefault(problem, []).append(answer)
     return answers_by_problem

@@ -1,4 +1,4 @@
-"""Rows of a data file: how one becomes a problem with its reference answer."""
+"""Rows of data files as questions and answers."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ _ANSWER_COLUMNS = (
     *("answer", "answers", "solution", "solutions"),
     *("response", "completion", "output", "target"),
 )
-"""Columns that are never proposed for problems."""
+"""Columns never proposed as the column of the problem."""
 
 
 class Question(NamedTuple):
-    """A row's question as it stands in the file, before instruction and template."""
+    """Question of a row, without instruction and template."""
 
     chat: Sequence[Message]
-    """Its messages, up to the last that is not the assistant's."""
+    """Messages up to the last one that is not the assistant's."""
     tools: Tools | None
     answer: str
-    """The reference answer; empty where the row states none."""
+    """Reference answer, or empty if the row has none."""
     problem_turn: int
-    """Place of the user's last message, which is the problem."""
+    """Index of the user's last message, which is the problem."""
     dropped_turns: int
-    """Messages of the assistant after those."""
+    """Number of messages after those in `chat`, all of the assistant."""
     is_chat: bool
-    """Whether the row has messages, not one text."""
+    """Whether the row has messages instead of one text."""
     absent_columns: tuple[str, ...]
-    """Settings that name a column which the row does not have."""
+    """Settings whose column the row lacks."""
 
     @property
     def problem(self) -> str:
-        """The text of the problem; empty where there is none."""
+        """Text of the problem, or empty."""
         return self.chat[self.problem_turn]["content"] if self.chat else ""
 
     @property
     def normal_text(self) -> str:
-        """All that is asked in its normal form, the same for the same question."""
+        """Normalized text, equal for equal questions."""
+        # A chat of one message without other keys equals the same problem as plain text.
         if [message.keys() for message in self.chat] == [{"role", "content"}] and not self.tools:
             return normalize_text(self.problem)
         texts = [
@@ -72,31 +73,40 @@ class Question(NamedTuple):
 
     @property
     def key(self) -> int:
-        """A number that is the same for the same question, in every process."""
+        """64-bit hash of `normal_text`, equal in all processes."""
+        # Python's `hash` of a text differs from process to process. JSON may have unpaired
+        # surrogates, which UTF-8 refuses without `surrogatepass`.
         digest = hashlib.blake2b(
             self.normal_text.encode(errors="surrogatepass"), digest_size=8
         ).digest()
+        # Signed, to fit a table of int64.
         return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True)
 class RowParser:
-    """How a row of what `files.find_data_files` finds becomes a problem; `key` and `path` name
-    that in messages."""
+    """Parser of the rows of data files."""
 
     config: DataConfig
     tokenizer: Tokenizer
     key: str
+    """Setting that names the files, such as `data.path`."""
     path: str
+    """Value of that setting."""
     needs_answers: bool = True
-    """Whether a row must state its answer; else one that does not, or not rightly, is a prompt
-    without one."""
+    """Whether a row must have an answer. If not, a missing or invalid answer is taken as empty."""
 
     def parse_question(self, row: Mapping[str, Any], index: int) -> Question:
-        """Return the question of `row`, the file's row `index` from 0. Its chat is empty where the
-        problem is null, absent or blank.
+        """Parses the question of a row.
 
-        Raises `ConfigError` naming file, line and column.
+        Its chat is empty if the problem is null, missing or blank.
+
+        Args:
+          row: content of the row.
+          index: number of the row in the files, from 0.
+
+        Raises:
+          ConfigError: a column has an invalid value. The message names file, line and column.
         """
         absent_columns = []
         value = self._find_value(row, "prompt_column", absent_columns)
@@ -106,6 +116,7 @@ class RowParser:
             position for position, message in enumerate(chat) if message["role"] == "user"
         ]
         problem_turn, tools = user_turns[-1] if user_turns else 0, None
+        # Messages of the assistant after the last question would give the answer away.
         asked_turns = [
             position for position, message in enumerate(chat) if message["role"] != "assistant"
         ]
@@ -130,12 +141,16 @@ class RowParser:
         )
 
     def add_instruction(self, question: Question, index: int) -> str | list[Message]:
-        """Return the messages to ask, or the text where that is all: with `data.instruction`.
+        """Adds `data.instruction` to the problem.
 
-        Raises `ConfigError` where the built-in tokenizer lacks a character.
+        Returns the messages of the question, or only its text if the row has no chat and no tools.
+
+        Raises:
+          ConfigError: the built-in tokenizer lacks a character.
         """
         instruction, problem = self.config.instruction, question.problem
         if self.config.answer_style == "code":
+            # The policy cannot guess the name of the function that the tests call.
             instruction = instruction.replace("{test}", first_assertion(question.answer))
         text = f"{problem}\n{instruction}" if instruction else problem
         if not self.config.tokenizer and (
@@ -147,22 +162,29 @@ class RowParser:
             )
         if not question.is_chat and not question.tools:
             return text
+        # A copy, since the question keeps its text without the instruction.
         chat = list(question.chat)
         chat[question.problem_turn] = {**chat[question.problem_turn], "content": text}
         return chat
 
     def render_prompt(self, question: Question, index: int) -> str:
-        """Return the prompt of a question, which is not empty; raises `ConfigError` naming file and
-        line where the chat template refuses it."""
+        """Renders the prompt of a nonempty question.
+
+        Raises:
+          ConfigError: the chat template refuses the question. The message names file and line.
+        """
         with prefix_errors(self.describe_row(index)):
             return self.tokenizer.render_prompt(
                 self.add_instruction(question, index), question.tools
             )
 
     def parse_problem(self, line: bytes, index: int) -> Problem:
-        """Return the problem in `line`, with an empty prompt where there is none.
+        """Parses a line into a problem.
 
-        Raises `ConfigError` as `parse_question` and `render_prompt` do.
+        The prompt is empty if the line has no question.
+
+        Raises:
+          ConfigError: as `parse_question` and `render_prompt`.
         """
         row = parse_json_line(line, self.describe_row(index))
         question = self.parse_question(row, index)
@@ -174,7 +196,7 @@ class RowParser:
         return Problem(prompt, ids, question.answer, index, row, question.normal_text)
 
     def parse_answer(self, line: bytes, index: int) -> str:
-        """Return the reference answer in `line`, as `parse_problem` does; nothing is tokenised."""
+        """Returns the reference answer of a line, without parsing the question."""
         return self._find_answer(parse_json_line(line, self.describe_row(index)), index, [])
 
     def _find_answer(self, row: Mapping[str, Any], index: int, absent_columns: list[str]) -> str:
@@ -183,6 +205,7 @@ class RowParser:
             return ""
         try:
             if self.config.answer_style == "code":
+                # Tests are often a list. Any other value must be text.
                 return join_tests(row, value) or self._require_text(value, "answer_column", index)
             return extract_reference(self._require_text(value, "answer_column", index))
         except ConfigError:
@@ -191,11 +214,11 @@ class RowParser:
             return ""
 
     def describe_row(self, index: int) -> str:
-        """Return the place of row `index` for a message."""
+        """Names file and line of a row."""
         return f"{self.key} {self.path}, line {index + 1}"
 
     def missing_column_error(self, row: Mapping[str, Any], setting: str, index: int) -> ConfigError:
-        """Return the refusal of a file whose rows lack the column that a setting names."""
+        """Returns the error for a missing column."""
         name: str = getattr(self.config, setting)
         columns = join_names(map(format_value, row)) or "none"
         return ConfigError(
@@ -204,7 +227,7 @@ class RowParser:
         )
 
     def _parse_chat(self, value: list[Any], index: int) -> list[Message]:
-        """The messages of a problem that is a chat."""
+        """Parses the messages of a chat."""
         chat = parse_messages(value)
         texts = [message.get("content") or "" for message in chat or []]
         user_messages = [message for message in chat or [] if message["role"] == "user"]
@@ -212,17 +235,22 @@ class RowParser:
         if chat is None or not has_valid_texts or (chat and not user_messages):
             raise ConfigError(
                 f"{self.describe_row(index)}: column {self.config.prompt_column!r} holds a list"
-                " that is no chat; its messages must be objects with a text (or parts of type"
-                " 'text') for `role` and `content` (or `from` and `value`), and the user must ask"
-                " something"
+                " that is not a chat; its messages must be objects with a text (or parts of type"
+                " 'text') for `role` and `content` (or `from` and `value`), and one of them must be"
+                " the user's"
             )
         return chat
 
     def _find_value(self, row: Mapping[str, Any], setting: str, absent_columns: list[str]) -> Any:
-        """The value in the column that a setting names, by its whole name or along its dots; None
-        for a null, and for a column that is not there, which is added to `absent_columns`."""
+        """Looks up the column of a setting.
+
+        The setting holds the name of a column, or a path into nested objects with dots. Returns
+        None for a null. If the column is missing, adds the setting to `absent_columns` and returns
+        None.
+        """
         name: str = getattr(self.config, setting)
         value: Any = row
+        # A column whose name has a dot takes precedence over a path.
         for key in [name] if name in row else name.split("."):
             if value is None:
                 return None
@@ -233,12 +261,16 @@ class RowParser:
         return value
 
     def _require_text(self, value: Any, setting: str, index: int) -> str:
-        """The text of a value that is not null."""
+        """Converts a value to text.
+
+        Raises:
+          ConfigError: the value is no text and no finite number, or its text is not valid UTF-8.
+        """
         name: str = getattr(self.config, setting)
         description = f"{self.describe_row(index)}: column {name!r} holds"
         if isinstance(value, str) and not is_valid_utf8(value):
             raise ConfigError(
-                f"{description} half of a character, {format_value(value)}; correct the text"
+                f"{description} an unpaired surrogate, {format_value(value)}; correct the text"
             )
         type_name, remedy = (
             type(value).__name__,
@@ -253,11 +285,13 @@ class RowParser:
         return str(value)
 
     def _suggest_remedy(self, row: Mapping[str, Any], setting: str) -> str:
-        """What to do about a column that is absent: never advice that would train on the answers,
-        or break the other file."""
+        """Suggests a remedy for a missing column."""
         option = self._option_name(setting)
+        # Another column name would break the training file, whose columns the setting names too.
         if self.key.endswith("eval_path"):
             return f"give the file the columns of data.path, which {option} names for both"
+        # The problem must never be suggested as the answer, nor an answer as the problem: the run
+        # would then train on prompts that hold their answers.
         excluded = {self.config.prompt_column}
         if setting == "prompt_column":
             excluded = {self.config.answer_column, *_ANSWER_COLUMNS}
@@ -268,14 +302,20 @@ class RowParser:
         return f"set {option}"
 
     def _option_name(self, setting: str) -> str:
-        """What a setting beside the file's is called on the command line."""
+        """Returns the command-line option of a setting.
+
+        The setting is in the same section as `key`.
+        """
         return f"--{self.key.rpartition('.')[0]}.{setting}"
 
 
 def join_tests(row: Mapping[str, Any], tests: Any) -> str:
-    """Return a program of tests, as MBPP has it (a list of asserts, and what they need) or
-    HumanEval (a function `check`, and what it is called with); empty where `tests` is neither a
-    text nor a list of texts."""
+    """Joins tests into one program.
+
+    Rows may be in the layout of MBPP or of HumanEval. MBPP has a list of asserts, with imports and
+    setup code in other columns. HumanEval has a function `check` that takes the function to test.
+    Returns an empty text if `tests` is neither a text nor a list of texts.
+    """
     test_blocks = [tests] if isinstance(tests, str) else tests
     if not isinstance(test_blocks, list) or not all(
         isinstance(block, str) for block in test_blocks
@@ -286,24 +326,28 @@ def join_tests(row: Mapping[str, Any], tests: Any) -> str:
         line for value in setup_values for line in (value if isinstance(value, list) else [value])
     ]
     entry_point, program = row.get("entry_point"), "\n".join(test_blocks)
+    # HumanEval's tests define `check` but do not call it.
     if isinstance(entry_point, str) and "def check(" in program:
         program += f"\ncheck({entry_point})"
     return "\n".join([*(line for line in setup_lines if isinstance(line, str)), program]).strip()
 
 
 def first_assertion(tests: str) -> str:
-    """Return the first line of a program of tests that asserts, which says what a solution must be
-    called; empty where none does."""
+    """Returns the first line with an assertion.
+
+    It shows the name of the function to write. The result is empty if there is no such line.
+    """
     return next((line for line in tests.splitlines() if line.startswith("assert ")), "")
 
 
 @functools.lru_cache(maxsize=32768)
 def extract_reference(text: str) -> str:
-    """Return the answer of a reference: what follows its last `####`, else its last \\boxed{}, else
-    all of it.
+    """Extracts the final answer of a reference.
 
-    An empty box, without another, is no answer, and neither is what has an empty normal form.
+    It is the text after the last `####`, or else in the last \\boxed{}, or else the full text.
+    Returns an empty text if all boxes are empty, or if the normal form of the answer is empty.
     """
+    # GSM8K marks final answers by `####`.
     _, mark, last_part = text.rpartition("####")
     if mark:
         answer = last_part.strip().partition("\n")[0]

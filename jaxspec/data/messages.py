@@ -1,4 +1,4 @@
-"""Messages of a chat, in the layouts of published data, and parts of them that no prompt holds."""
+"""Parser of chat messages in the layouts of published data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ Tools = list[dict[str, Any]]
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 _KEYS = {"from": "role", "value": "content"}
-"""ShareGPT's and Magpie's names for speakers, and for the keys of a message."""
+"""Names of ShareGPT and Magpie for the keys of a message. `_SPEAKERS` has those for roles."""
 
 
 def parse_messages(chat: Any) -> list[Message] | None:
-    """Returns the messages of a chat with `role` and `content`; None if it is no chat.
+    """Parses the messages of a chat.
 
-    Both usual layouts are read. Content in parts is joined if all parts are texts. Other keys
-    (tool_calls, reasoning_content) are kept for the chat template. A null counts as an absent key,
-    and absent content as an empty text.
+    Returns None if the value is not a chat. Messages may have the keys `role` and `content`, or
+    ShareGPT's `from` and `value`. The result has the former. Content in parts is joined if all
+    parts are texts. Other keys (tool_calls, reasoning_content) are kept for the chat template. A
+    null counts as a missing key, and missing content as an empty text.
     """
     messages = []
     for message in chat if isinstance(chat, list) else [None]:
@@ -41,21 +42,23 @@ def parse_messages(chat: Any) -> list[Message] | None:
             normalized["content"] = _join_content(normalized["content"])
         elif not normalized.get("tool_calls"):
             normalized["content"] = ""
-        elif "content" in message:  # templates look for a null beside calls of tools
+        # Templates test whether the content of a message with tool calls is null.
+        elif "content" in message:
             normalized["content"] = None
         messages.append(normalized)
     return messages
 
 
 def drop_nulls(value: Any) -> Any:
-    """Returns a value of JSON without the keys that are null; parquet writes absent keys so."""
+    """Removes keys with null values from JSON."""
+    # Rows of a parquet file have all keys, with nulls for the missing ones.
     if isinstance(value, dict):
         return {name: drop_nulls(item) for name, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _join_content(content: Any) -> Any:
-    """One text of a content in parts; anything else as it is."""
+    """Joins content in parts into one text. Other content is unchanged."""
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
         return content
     texts = [item.get("text") for item in content if item.get("type", "text") == "text"]
@@ -64,10 +67,13 @@ def _join_content(content: Any) -> Any:
 
 
 def parse_tools(value: Any) -> Tools | None:
-    """Returns the tools of a row, given as a list of objects or as its JSON text; None if there are
-    none.
+    """Parses the tools of a row.
 
-    Raises `ConfigError` for a value of another kind.
+    The value is an object or a list of objects, or the JSON text of these. Returns None if there
+    are no tools.
+
+    Raises:
+      ConfigError: the value is of another type.
     """
     try:
         raw_tools = value.strip() if isinstance(value, str) else value
@@ -88,19 +94,20 @@ Render = Callable[[Sequence[Message], Tools | None], str]
 
 
 class UnrenderedCounter:
-    """Counts chats by the parts that `render` does not write.
-
-    It is asked once for all chats of the same roles and keys.
-    """
+    """Counter of parts that `render` leaves out."""
 
     def __init__(self, render: Render) -> None:
         self._render, self._parts_by_shape = render, dict[str, list[str]]()
         self.counts = Counter[str]()
+        """Number of chats by the part that is left out."""
 
     def count_chat(self, chat: Sequence[Message], tools: Tools | None) -> None:
-        """Counts the parts of one chat."""
+        """Counts the parts of a chat that are left out."""
+        # A single plain message has no parts to leave out.
         if not tools and [message.keys() for message in chat] == [{"role", "content"}]:
             return
+        # A part takes several renderings to test. Chats with the same roles and filled keys share
+        # the result.
         filled_keys = [{name: bool(value) for name, value in message.items()} for message in chat]
         shape = json.dumps([[message["role"] for message in chat], filled_keys, bool(tools)])
         if shape not in self._parts_by_shape:
@@ -113,16 +120,16 @@ def find_unrendered_parts(
     chat: Sequence[Message],
     tools: Tools | None,
 ) -> list[str]:
-    """Returns names of the parts of a chat that change nothing in its prompt.
+    """Names the parts without effect on the prompt.
 
-    A part is a message, a key of a message, or the tools; empty ones are no parts.
+    A part is a message, a key of a message, or the tools, unless it is empty.
     """
     prompt = render(chat, tools)
 
     def is_unused(chat: Sequence[Message], tools: Tools | None) -> bool:
         try:
             return render(chat, tools) == prompt
-        except ConfigError:  # a template that misses the part has looked at it
+        except ConfigError:  # a template that fails without the part has read it
             return False
 
     names = ["the column 'tools'"] if tools and is_unused(chat, None) else []

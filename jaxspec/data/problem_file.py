@@ -1,5 +1,8 @@
-"""Problems of data files: a scan finds the distinct rows that give one, which are read when asked
-for."""
+"""Problems of data files.
+
+A scan finds the distinct rows that give a problem, and measures their prompts. Rows are read on
+demand.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ from jaxspec.storage.cache import content_key, get_or_build, read_sources
 from jaxspec.system.files import explain_write_errors
 
 _PARSER_SOURCES = ("data/*.py", "tokens/*.py", "rewards/extract.py", "inputs/json_keys.py")
-"""Files that say which problem a row gives."""
+"""Source files that determine the problem of a row."""
 _SMALL_FILE = 2**23
-"""Bytes of a file that is scanned at every start; the scan of a larger one is kept in the cache."""
+"""Minimum size in bytes of a file whose scan is cached. Smaller ones are scanned at each start."""
 _PENDING_QUESTIONS = 1024
-"""Questions that are rendered and tokenised at once."""
+"""Number of questions rendered and tokenized together."""
 _FIELDS = ("offset", "size", "row", "key", "answered", "tokens", "times")
 _OFFSET, _SIZE, _ROW, _KEY, _ANSWERED, _TOKENS, _TIMES = range(len(_FIELDS))
 _REMEDY = "free some space or name another folder with JAXSPEC_CACHE"
@@ -39,20 +42,24 @@ _DROPPED_TURNS = "the assistant's messages after the last question"
 
 
 class Scan(NamedTuple):
-    """The distinct problems of some files, whatever their length."""
+    """Result of a scan: distinct problems of any length."""
 
     lines_file: str
-    """The file that has their rows as lines of JSON."""
+    """File with the rows of the problems as lines of JSON."""
     table: Int64[np.ndarray, "rows fields"]
-    """For each: offset and size of its line, number of its row, key of its question, whether it has
-    an answer, tokens of its prompt, rows that ask the same."""
+    """One row for each problem, with the columns `_FIELDS`.
+
+    These are offset and size of its line in bytes, number of its row, key of its question, whether
+    it has an answer, tokens of its prompt, and number of rows with this question.
+    """
     counts: Mapping[str, int]
-    """Rows without a problem, by the fields of `SkippedLines`."""
+    """Number of rows without a problem, by field of `SkippedLines`."""
     unrendered: Mapping[str, int]
+    """Number of problems by the part of their row that prompts leave out."""
 
 
 class ProblemFile(Problems):
-    """Some problems of a scan. Only places of rows are in memory."""
+    """Problems of a scan. Only its table is in memory."""
 
     def __init__(
         self,
@@ -63,6 +70,7 @@ class ProblemFile(Problems):
     ) -> None:
         self.skipped_lines, self.unrendered = skipped_lines, scan.unrendered
         self._parser, self._scan, self._table = parser, scan, table
+        # An open file stays readable, even if the cache is deleted during a run.
         self._descriptor = os.open(scan.lines_file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -76,38 +84,44 @@ class ProblemFile(Problems):
 
     def _load_line(self, index: int) -> tuple[bytes, int]:
         offset, size, row, *_ = self._table[index].tolist()
+        # `pread` does not use the file position, so threads can read at the same time.
         return os.pread(self._descriptor, size, offset), row
 
     def select_problems(
         self, indices: Any, *, skipped_lines: SkippedLines | None = None
     ) -> ProblemFile:
-        """Return the problems at some places, or those of a slice."""
+        """Selects problems by indices or a slice."""
         selected_rows = self._table[indices]
         counts = self.skipped_lines if skipped_lines is None else skipped_lines
         return ProblemFile(self._parser, self._scan, selected_rows, counts)
 
     def iter_references(self) -> Iterator[tuple[str, str]]:
-        """The line of each problem, for a message, and its reference answer."""
+        """Yields location and reference answer of each problem."""
         for line, row in map(self._load_line, range(len(self))):
             yield self._parser.describe_row(row), self._parser.parse_answer(line, row)
 
     @property
     def has_answer(self) -> Int64[np.ndarray, " rows"]:
-        """1 for each problem that has a reference answer, else 0."""
+        """1 for problems with a reference answer, else 0."""
         return self._table[:, _ANSWERED]
 
     def count_shared(self, other: ProblemFile) -> int:
-        """Return how many of these problems are among those of `other`."""
+        """Counts the problems that are also in `other`."""
         return int(np.isin(self._table[:, _KEY], other._table[:, _KEY]).sum())
 
 
 def load_problem_file(parser: RowParser) -> ProblemFile:
-    """Return the usable problems of the parser's files: distinct and short enough.
+    """Loads the usable problems of a parser's files.
 
-    The scan of what is not one small file of JSON lines is kept in the cache, by all that it
-    depends on. Raises `ConfigError` naming file, line and column of what cannot be used.
+    These are distinct and have prompts of at most `data.max_prompt_length` tokens. The scan is
+    cached, unless there is only one file of JSON lines and it is small.
+
+    Raises:
+      ConfigError: a file cannot be used, or no problem is left. The message names file, line and
+        column if these are known.
     """
     files = find_data_files(parser.path, parser.key)
+    # Lines of a single file need no copy. Otherwise one file must hold the lines of all.
     is_in_place = len(files) == 1 and files[0].suffix != ".parquet"
     try:
         size = sum(file.stat().st_size for file in files)
@@ -121,6 +135,7 @@ def load_problem_file(parser: RowParser) -> ProblemFile:
             f"{location}; give a readable file of JSON lines or parquet, or FOLDER:GLOB for several"
         ) from error
     limit, tokens, repeats = parser.config.max_prompt_length, *scan.table[:, [_TOKENS, _TIMES]].T
+    # Applied after the scan, so that a cached scan serves any limit.
     fits = tokens <= limit
     skipped_lines = SkippedLines(
         too_long=int(repeats[~fits].sum()), repeated=int((repeats[fits] - 1).sum()), **scan.counts
@@ -133,9 +148,10 @@ def load_problem_file(parser: RowParser) -> ProblemFile:
 
 
 def _load_scan(parser: RowParser, files: Sequence[Path], is_in_place: bool) -> Scan:
-    """The scan of files, from the cache if nothing has changed."""
+    """Loads or builds the cached scan of files."""
     config = parser.config
     columns = config.prompt_column, config.answer_column, config.answer_style, config.instruction
+    # All that the table depends on, so that a change of any of it leads to a new scan.
     key = content_key(
         "problems",
         read_sources(*_PARSER_SOURCES),
@@ -159,13 +175,19 @@ def _load_scan(parser: RowParser, files: Sequence[Path], is_in_place: bool) -> S
 
 
 def _scan_files(parser: RowParser, files: Sequence[Path], lines: BinaryIO | None) -> Scan:
-    """The scan of files, whose distinct rows are written to `lines`; without, of one file of JSON
-    lines, which has them already."""
+    """Scans files.
+
+    Args:
+      parser: parser of the rows.
+      files: files to scan.
+      lines: file to which distinct rows are written. None refers to the lines of the only file.
+    """
     scanner, row, offset = _Scanner(parser), 0, 0
     for batch in iter_batches(files, f"{parser.key} {parser.path}"):
         first_question = len(scanner)
         new_rows = scanner.add_batch(batch, row)
         if lines is None:
+            # Skipped lines count too, since offsets are positions in the original file.
             sizes = cast("LineBatch", batch).sizes
             offsets = [*itertools.accumulate(sizes, initial=offset)]
             scanner.set_line_spans(
@@ -174,6 +196,7 @@ def _scan_files(parser: RowParser, files: Sequence[Path], lines: BinaryIO | None
         else:
             with explain_write_errors(f"{lines.name} cannot be written to", _REMEDY):
                 sizes = [lines.write(line) for line in batch.to_lines(new_rows)]
+                # A full disk is reported here, not by a later write.
                 lines.flush()
             offsets = itertools.accumulate(sizes, initial=offset)
             scanner.set_line_spans(first_question, [*zip(offsets, sizes, strict=False)])
@@ -183,11 +206,13 @@ def _scan_files(parser: RowParser, files: Sequence[Path], lines: BinaryIO | None
 
 
 class _Scanner:
-    """Collects the distinct questions of rows, with the length of their prompts."""
+    """Collector of distinct questions and their prompt lengths."""
 
     def __init__(self, parser: RowParser) -> None:
+        # A flat array of int64 takes far less memory than objects for millions of rows.
         self._parser, self._table = parser, array("q")
         names = parser.config.prompt_column, parser.config.answer_column, "tools"
+        # A name with a dot is a column, or a path into the column before the dot.
         self._columns = sorted({column for name in names for column in (name, name.split(".")[0])})
         self._index_by_key: dict[int, int] = {}
         self._index_by_raw_key: dict[int, int] = {}
@@ -203,15 +228,18 @@ class _Scanner:
         return len(self._table) // len(_FIELDS)
 
     def add_batch(self, batch: RowBatch, first_row: int) -> list[int]:
-        """Adds the rows of a batch, from number `first_row` on; returns the places of those that
-        ask something usable that no earlier row has asked."""
+        """Adds the rows of a batch.
+
+        The first one has number `first_row`. Returns the indices of the rows whose question is
+        usable and new.
+        """
         new_rows = []
         for index, values in enumerate(batch.iter_values(self._columns)):
             if values is None:
                 self._counts["blank"] += 1
                 continue
             self._row_count += 1
-            # a row that says the same as a usable one is not even looked into
+            # A row with the same values as an earlier usable one need not be parsed.
             raw_key = _raw_key(values)
             if raw_key in self._index_by_raw_key:
                 self._table[self._index_by_raw_key[raw_key] * len(_FIELDS) + _TIMES] += 1
@@ -220,7 +248,7 @@ class _Scanner:
         return new_rows
 
     def _add_row(self, row: Mapping[str, Any], index: int, raw_key: int | None) -> bool:
-        """Adds a row; returns whether it asks something usable that no earlier row has asked."""
+        """Adds a row. Returns whether its question is usable and new."""
         question = self._parser.parse_question(row, index)
         self._count_absent_columns(question, row, index)
         if not question.chat:
@@ -236,6 +264,7 @@ class _Scanner:
         if question_index < len(self):
             self._table[question_index * len(_FIELDS) + _TIMES] += 1
             return False
+        # `set_line_spans` sets offset and size later, and `_measure_prompts` the tokens.
         self._table.extend((0, 0, index, key, bool(question.answer), 0, 1))
         self._pending.append((question_index, question, index))
         if len(self._pending) == _PENDING_QUESTIONS:
@@ -243,7 +272,7 @@ class _Scanner:
         return True
 
     def _count_absent_columns(self, question: Question, row: Mapping[str, Any], index: int) -> None:
-        """Counts the columns that a row lacks, with what would be said of them."""
+        """Counts the columns that a row lacks. Keeps the first error of each."""
         for setting in question.absent_columns:
             self._absent_counts[setting] += 1
             if setting not in self._column_errors:
@@ -252,28 +281,30 @@ class _Scanner:
                 )
 
     def set_line_spans(self, first_index: int, spans: Sequence[tuple[int, int]]) -> None:
-        """Says where the lines of the rows from `first_index` on stand, each by its offset and
-        size."""
+        """Sets offset and size of lines, from question `first_index` on."""
         for index, (offset, size) in enumerate(spans, start=first_index):
             table_offset = index * len(_FIELDS)
             self._table[table_offset + _OFFSET], self._table[table_offset + _SIZE] = offset, size
 
     def finish_scan(self, lines_file: str) -> Scan:
-        """Returns the scan, whose lines are in a file.
+        """Returns the scan of all rows added.
 
-        Raises `ConfigError` where no row has a column that is needed.
+        Raises:
+          ConfigError: no row has the column of the problem, or of the answer if it is needed.
         """
         self._measure_prompts()
+        # A row may leave out an empty column, so only a column that all rows lack is an error.
         for setting in ("prompt_column", "answer_column"):
             is_needed = setting == "prompt_column" or self._parser.needs_answers
             if is_needed and self._row_count and self._absent_counts[setting] == self._row_count:
                 raise self._column_errors[setting]
         table = np.array(self._table, np.int64).reshape(-1, len(_FIELDS))
         counts = {name: self._counts[name] for name in _SKIP_REASONS}
+        # The unary plus drops counts of 0.
         return Scan(lines_file, table, counts, +self._unrendered.counts)
 
     def _measure_prompts(self) -> None:
-        """Renders and tokenises the pending questions together."""
+        """Renders and tokenizes the pending questions together."""
         parser, pending = self._parser, self._pending
         try:
             requests = [
@@ -281,7 +312,9 @@ class _Scanner:
                 for _, question, index in pending
             ]
             lengths = parser.tokenizer.count_tokens(parser.tokenizer.render_prompts(requests))
-        except ConfigError:  # one by one, so that the message names the row
+        # The error of a batch does not name its row. Prompts are rendered again one by one, and the
+        # bad one raises an error that does.
+        except ConfigError:
             lengths = [self._prompt_length(question, index) for _, question, index in pending]
         for (question_index, question, _), length in zip(pending, lengths, strict=True):
             self._table[question_index * len(_FIELDS) + _TOKENS] = length
@@ -296,9 +329,10 @@ class _Scanner:
 
 
 def _raw_key(values: Sequence[Any]) -> int | None:
-    """A number that is the same for the same values; None if they are no values of JSON."""
+    """Hashes values. None if they cannot be serialized."""
     try:
-        # version 2 does not write which values are one object
+        # Versions after 2 also record which values are the same object, so equal values could
+        # differ.
         return hash(marshal.dumps(tuple(values), 2))
     except ValueError:
         return None
@@ -307,8 +341,14 @@ def _raw_key(values: Sequence[Any]) -> int | None:
 def _explain_empty(
     parser: RowParser, skipped_lines: SkippedLines, shortest: int, longest: int
 ) -> str:
-    """Return why no line of a file gives a problem, and the remedy; `shortest` and `longest` are
-    lengths of prompts that do not fit."""
+    """Explains why a file has no usable problem.
+
+    Args:
+      parser: parser of the rows.
+      skipped_lines: counts of skipped lines.
+      shortest: tokens of the shortest prompt.
+      longest: tokens of the longest prompt.
+    """
     config = parser.config
     if skipped_lines.too_long:
         return (

@@ -1,4 +1,4 @@
-"""What a source of problems is: problems by position, and the count of what it has beside them."""
+"""Problems and the interface of their sources."""
 
 from __future__ import annotations
 
@@ -10,47 +10,52 @@ from typing import Any, NamedTuple
 
 
 def normalize_text(text: str) -> str:
-    """Returns a text that is the same for two that differ in white space or Unicode form only."""
+    """Normalizes white space and Unicode form of a text."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt as it is tokenised, its ids, the reference answer, and the number of its row in the
-    source."""
+    """A prompt with its reference answer."""
 
     prompt: str
+    """Text of the prompt, by the chat template and with the instruction."""
     ids: tuple[int, ...]
+    """Token ids of the prompt."""
     answer: str
+    """Reference answer, or empty if there is none."""
     index: int
+    """Number of its row in the source."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Everything that the row says."""
+    """All columns of its row."""
     question: str = ""
-    """The problem before instruction and template, in its normal form."""
+    """Normalized question, before instruction and chat template."""
     set_number: int = 0
-    """Number of the set of problems that says what its responses are paid for."""
+    """Number of the set of problems whose rewards its responses get."""
 
 
 class SkippedLines(NamedTuple):
-    """Lines of a file that give no problem, by the reason."""
+    """Counts of lines that give no problem."""
 
     too_long: int = 0
+    """Lines whose prompt exceeds `data.max_prompt_length`."""
     repeated: int = 0
-    """They ask the problem of an earlier line."""
+    """Lines with the problem of an earlier line."""
     unanswered: int = 0
-    """They state no answer."""
+    """Lines without an answer."""
     empty: int = 0
-    """Their problem is empty, or white space."""
+    """Lines whose problem is empty or white space."""
     blank: int = 0
-    """They hold nothing at all."""
+    """Lines of white space only."""
 
     @property
     def problem_count(self) -> int:
-        """All but blank lines."""
+        """Number of skipped lines that are not blank."""
         return sum(self) - self.blank
 
     def __str__(self) -> str:
         reasons = "too long", "repeated", "without an answer", "with an empty problem"
+        # `reasons` lacks the last count, since blank lines are listed apart.
         breakdown = ", ".join(
             f"{count} {reason}" for count, reason in zip(self, reasons, strict=False) if count
         )
@@ -63,12 +68,12 @@ class SkippedLines(NamedTuple):
 
 
 class Problems(ABC):
-    """Problems by position, readable from several threads at once."""
+    """Source of problems, safe for several threads."""
 
     skipped_lines = SkippedLines()
-    """What the source has beside them."""
+    """Counts of the lines that give no problem."""
     unrendered: Mapping[str, int] = {}
-    """Parts of rows that no prompt holds, with the number of problems that have them."""
+    """Number of problems by the part of their row that prompts leave out."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -77,7 +82,7 @@ class Problems(ABC):
     def __getitem__(self, index: int) -> Problem: ...
 
     def iter_references(self) -> Iterator[tuple[str, str]]:
-        """The place of each problem, for a message, and its reference answer."""
+        """Yields location and reference answer of each problem."""
         return ((f"problem {problem.index + 1}", problem.answer) for problem in self)
 
     def __iter__(self) -> Iterator[Problem]:

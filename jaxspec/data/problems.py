@@ -1,5 +1,7 @@
-"""Prompts with checkable answers, by number: generated exercises or JSON lines, in one set or
-several, their shuffled stream, and padded batches."""
+"""Sets of problems, their stream and padded prompts.
+
+A set is generated, or read from data files.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ from jaxspec.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class GeneratedProblems(Problems):
-    """The first `rows` problems of one side of a generated task."""
+    """Problems of one side of a generated task."""
 
     tokenizer: Tokenizer
     task: arithmetic.Task
     digits: int
     held_out: bool
+    """Whether these are the held-out problems."""
     rows: int
+    """Number of problems, from the first on."""
 
     def __len__(self) -> int:
         return self.rows
@@ -46,13 +50,17 @@ class GeneratedProblems(Problems):
 
 
 class PromptStream:
-    """Problems without end, each set shuffled anew each epoch and asked as often as its weight
-    says; `stream[i]` depends on the seed and the global position i alone."""
+    """Endless stream of shuffled problems.
+
+    It mixes one or more sets. Each is shuffled anew every epoch, and sampled in proportion to its
+    weight. `stream[i]` depends only on the seed and on the global position i.
+    """
 
     def __init__(
         self, sets: Sequence[Problems], seed: int, weights: Sequence[float] = (1.0,)
     ) -> None:
         self._sets = sets
+        # Numbers of set s are congruent to s modulo the number of sets, so no two sets share one.
         numbers = [
             range(set_number, len(problems) * len(sets), len(sets))
             for set_number, problems in enumerate(sets)
@@ -65,7 +73,10 @@ class PromptStream:
         self._numbers = grain.MapDataset.mix(streams, weights) if is_mixed else streams[0]
 
     def problem_number(self, position: int) -> int:
-        """What tells the problem at a position from all others, also of other sets."""
+        """Returns the number of the problem at a position.
+
+        It is unique among the problems of all sets.
+        """
         number = self._numbers[position]
         assert number is not None  # only a filtered MapDataset has holes
         return number
@@ -76,33 +87,33 @@ class PromptStream:
 
 
 class EvaluationSet(NamedTuple):
-    """Problems that the policy is measured on."""
+    """Problems for evaluation."""
 
     problems: Problems
     set_number: int
-    """Number of the set that says what their responses are paid for."""
+    """Number of the set whose rewards their responses get."""
 
     def get_problem(self, index: int) -> Problem:
-        """One of them, which says by whom it is judged."""
+        """Returns a problem with its set number."""
         return dataclasses.replace(self.problems[index], set_number=self.set_number)
 
 
 class ProblemSets(NamedTuple):
-    """All that a run asks."""
+    """All problems of a run."""
 
     training: tuple[Problems, ...]
-    """By set: the config's `training_sets`."""
+    """Training problems of each of the config's `training_sets`."""
     weights: tuple[float, ...]
-    """How often each of them is asked."""
+    """Sampling weight of each training set."""
     evaluation: Mapping[str, EvaluationSet]
-    """What the policy is measured on, by name."""
+    """Problems for evaluation, by name of their set."""
 
     def make_stream(self, seed: int) -> PromptStream:
-        """The problems to train on, without end."""
+        """Makes the endless stream of training problems."""
         return PromptStream(self.training, seed, self.weights)
 
     def enumerate_sets(self) -> Iterator[tuple[int, Problems]]:
-        """All problems, with the number of the set that says what their responses are paid for."""
+        """Yields all sets of problems with their numbers."""
         yield from enumerate(self.training)
         yield from (
             (evaluation_set.set_number, evaluation_set.problems)
@@ -113,11 +124,17 @@ class ProblemSets(NamedTuple):
 def load_sets(
     config: ResolvedConfig, tokenizer: Tokenizer, *, require_answers: bool = True
 ) -> ProblemSets:
-    """Return the problems of a run: those to train on, and those that the policy is measured on,
-    which are held out of them, or those of `eval.sets`, which change nothing in what is trained on.
-    `require_answers` is as in `load_problems`.
+    """Loads all problems of a run.
 
-    Raises `ConfigError` as `load_problems` does.
+    Problems for evaluation are held out of the training sets, or are those of `eval.sets`.
+
+    Args:
+      config: config of the run.
+      tokenizer: tokenizer of the prompts.
+      require_answers: as in `load_problems`.
+
+    Raises:
+      ConfigError: as `load_problems`.
     """
     named_sets, training_count = [*config.sets_by_prefix.items()], len(config.training_sets)
     loaded = [
@@ -137,6 +154,8 @@ def load_sets(
         )
         for prefix, set_config in named_sets[training_count:]
     ]
+    # Problems are held out even if they are not evaluated, so that `eval.sets` does not change the
+    # training problems.
     first_evaluated = training_count if config.eval.sets else 0
     return ProblemSets(
         training=tuple(train for train, _ in loaded),
@@ -151,9 +170,19 @@ def load_sets(
 def load_all_problems(
     config: DataConfig, tokenizer: Tokenizer, prefix: str = "", *, is_judged: bool = True
 ) -> Problems:
-    """Return every problem of the file `data.path`, of which none is held out, or the held-out side
-    of a generated task; `prefix` and `is_judged` are as in `load_problems`, which also says what is
-    raised."""
+    """Loads all problems of a file.
+
+    None is held out. Without `data.path`, loads the held-out side of a generated task.
+
+    Args:
+      config: settings of the problems.
+      tokenizer: tokenizer of the prompts.
+      prefix: as in `load_problems`.
+      is_judged: as in `load_problems`.
+
+    Raises:
+      ConfigError: as `load_problems`.
+    """
     if not config.path:
         return _generate_problems(config, tokenizer, prefix, held_out=True)
     parser = RowParser(config, tokenizer, f"{prefix}data.path", config.path, is_judged)
@@ -168,15 +197,24 @@ def load_problems(
     require_answers: bool = True,
     is_judged: bool = True,
 ) -> tuple[Problems, Problems]:
-    """Return the training and the held-out problems; the latter are at most `data.eval_prompts`.
+    """Loads the training and held-out problems.
 
-    Generated tasks hold out a fixed share of the operands. Of a file, the last rows are held out
-    unless `data.eval_path` is set. Without `require_answers`, for a draft, rows that state none
-    are among the training problems, and those that do are held out as with them, or not at all
-    where they are too few; where no answer `is_judged`, for rewards look at responses alone, all
-    rows are alike. `prefix` comes before the names of settings in messages.
-    Raises `ConfigError` where a file or column is missing, a line is damaged, or too few prompts
-    fit `data.max_prompt_length`.
+    At most `data.eval_prompts` are held out. Generated tasks hold out a fixed share of their
+    problems. Files hold out their last rows, unless `data.eval_path` is set.
+
+    Args:
+      config: settings of the problems.
+      tokenizer: tokenizer of the prompts.
+      prefix: text before the names of settings in messages.
+      require_answers: whether rows must have answers. A draft can train without: rows without an
+        answer are then training problems. The last rows with one are still held out, or none if
+        these are too few.
+      is_judged: whether rewards compare responses with answers. If not, rows with and without an
+        answer are treated alike.
+
+    Raises:
+      ConfigError: a file or column is missing, a line is damaged, or too few prompts fit
+        `data.max_prompt_length`.
     """
     if not config.path:
         train, held_out = (
@@ -192,10 +230,11 @@ def load_problems(
         f"{same_column}, so that problems would state their answers; name two columns",
     )
     invalid_text = (
-        f"{prefix}data.instruction is {format_value(config.instruction)}, which is no text in"
-        " UTF-8; write it in UTF-8"
+        f"{prefix}data.instruction is {format_value(config.instruction)}, which is not"
+        " valid UTF-8; write it in UTF-8"
     )
     require(is_valid_utf8(config.instruction), invalid_text)
+    # Rewards without the part `answer` do not need answers.
     needs_answers = require_answers and is_judged
     parser = RowParser(config, tokenizer, f"{prefix}data.path", config.path, needs_answers)
     problems = load_problem_file(parser)
@@ -205,9 +244,10 @@ def load_problems(
             config, tokenizer, f"{prefix}data.eval_path", config.eval_path, needs_answers
         )
         return problems, load_problem_file(eval_parser).select_problems(slice(held_out_count))
+    # Only rows with answers are held out, since evaluations compare with them.
     answered = np.flatnonzero(problems.has_answer | (not is_judged))
     if len(problems) == len(answered) <= held_out_count:
-        maximum = len(problems) - 1  # one at least is trained on
+        maximum = len(problems) - 1  # at least one is trained on
         remedy = (
             f"set --{prefix}data.eval_prompts {maximum} or less, or" if maximum else "give more, or"
         )
@@ -217,13 +257,18 @@ def load_problems(
             f" those of another file with --{prefix}data.eval_path"
         )
     held_out_rows = answered[-held_out_count:] if len(answered) > held_out_count else answered[:0]
+    # Both sides are from one file, whose skipped lines are reported with the training side only.
     held_out = problems.select_problems(held_out_rows, skipped_lines=SkippedLines())
     return problems.select_problems(np.delete(np.arange(len(problems)), held_out_rows)), held_out
 
 
 def describe_problems(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
-    """Return what a user should know of the problems: what was left out, held-out ones that are
-    trained on, numbers below those asked, and of several sets how much there is."""
+    """Returns report lines about the problems of a run.
+
+    They tell which lines were skipped, which problems for evaluation are also trained on, and which
+    sets have fewer problems than requested. If there are several sets, they also tell the size of
+    each.
+    """
     lines, batch, single = [], config.batch.prompts, len(sets.training) == 1
     for number, (set_config, problems) in enumerate(
         zip(config.training_sets, sets.training, strict=True)
@@ -231,6 +276,8 @@ def describe_problems(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
         prefix = "" if single else f"mixture.{number}."
         evaluation_set = sets.evaluation.get(set_config.name) if not config.eval.sets else None
         held_out = evaluation_set.problems if evaluation_set else None
+        # A batch of a mixture has no fixed number of problems of each set, so no set is reported as
+        # too small for a batch.
         lines += _describe_set(set_config.data, problems, held_out, batch if single else 1, prefix)
         if not single:
             share = set_config.weight / sum(sets.weights)
@@ -248,7 +295,7 @@ def describe_problems(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
 def _describe_set(
     config: DataConfig, problems: Problems, held_out: Problems | None, batch_size: int, prefix: str
 ) -> Iterator[str]:
-    """What a user should know of a set of problems, of which a batch takes so many."""
+    """Yields report lines about a training set. A batch takes `batch_size` of its problems."""
     if str(problems.skipped_lines):
         yield (
             f"{prefix}data.path {config.path}: {problems.skipped_lines}; {len(problems)} to train"
@@ -302,8 +349,13 @@ def _warn_shared(evaluated: Problems, train: Problems, kind: str) -> Iterator[st
 def pad_prompts(
     problems: Sequence[Problem], length: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "n length"], Int32[np.ndarray, " n"]]:
-    """Return the prompts' ids padded on the right to `length`, and their lengths; raises ValueError
-    for a longer prompt."""
+    """Pads prompts on the right to `length`.
+
+    Returns their ids and lengths.
+
+    Raises:
+      ValueError: a prompt is longer.
+    """
     tokens = np.full((len(problems), length), pad_id, np.int32)
     lengths = np.array([len(problem.ids) for problem in problems], np.int32)
     if len(problems) and lengths.max() > length:
@@ -324,6 +376,8 @@ def _generate_problems(
         held_out,
         min(rows, config.eval_prompts) if held_out else rows,
     )
+    # Questions have equally many characters, but a tokenizer may merge digits. A few prompts show
+    # about how many tokens they take.
     longest = max(len(problems[position].ids) for position in range(min(len(problems), 64)))
     if longest > config.max_prompt_length:
         raise ConfigError(

@@ -1,5 +1,7 @@
-"""What judges the responses of a run: made of its config and its data, and asked for the rows of a
-rollout."""
+"""Scorers and judge of a run's rollouts.
+
+Scorers are built from the config, and tried on the problems before a run starts.
+"""
 
 import contextlib
 import importlib.util
@@ -27,11 +29,11 @@ from jaxspec.state import EOS, LENGTH, Rollout
 from jaxspec.tokens.tokenizer import Tokenizer
 
 MAX_DEFAULT_WORKERS = 8
-"""Processes where nothing says how many."""
+"""Maximum number of worker processes if `reward.workers` is 0."""
 _WORKERS_PER_CORE = 4
-"""Processes for each core, at most; more of them wait for one another."""
+"""Maximum number of processes per core. More would only wait for each other."""
 _BYTES_PER_WORKER = 2**29
-"""Memory for each process, at least."""
+"""Bytes of memory that a process needs."""
 _TRIAL_RESPONSES: dict[Style, str] = {
     "hash": "# ANSWER",
     "boxed": "\\boxed{ANSWER}",
@@ -41,20 +43,22 @@ _TRIAL_RESPONSES: dict[Style, str] = {
     "number": "The answer is ANSWER.",
     "code": "```python\npass\n```",
 }
-"""Responses that a user's function is tried on."""
-# It is said of a machine, not of a run, so it is no setting.
+"""Responses for trial calls of a user's function, by answer style."""
+# Not a setting, since it concerns a machine and not a run.
 WITHOUT_SANDBOX = "JAXSPEC_WITHOUT_SANDBOX"
-"""Variable of the environment that lets programs run where no sandbox works."""
+"""Environment variable that allows programs to run without a sandbox."""
 _MAX_LISTED_ROWS = 5
-"""Rows named in a message."""
+"""Maximum number of rows named in a message."""
 
 
 def make_scorers(config: ResolvedConfig) -> SetScorers:
-    """What judges the responses of a run; its workers, if it has any, are ready.
+    """Makes the scorers of all sets of problems.
+
+    Returns once their workers have started.
 
     Raises:
-      ConfigError: a user's function cannot be imported, or does not take what it would be given; a
-        verifier is not installed or not sound.
+      ConfigError: a user's function cannot be imported, or does not take the arguments it would be
+        given. Or a verifier is not installed, or fails its test cases.
     """
     pools: dict[str, RewardPool] = {}
     remarks: list[str] = []
@@ -66,11 +70,11 @@ def make_scorers(config: ResolvedConfig) -> SetScorers:
 
 
 def try_scorers(config: ResolvedConfig, sets: ProblemSets, scorers: SetScorers) -> None:
-    """Tries what judges a run on its problems.
+    """Tries the scorers of a run on its problems.
 
     Raises:
-      ConfigError: a verifier cannot read some reference answers, which are listed; a user's
-        function gives no reward for made-up responses to a problem.
+      ConfigError: a verifier cannot read some reference answers, which are listed. Or a user's
+        function gives no reward for trial responses to a problem.
     """
     named_sets = [*config.sets_by_prefix.items()]
     for number, problems in sets.enumerate_sets():
@@ -83,8 +87,14 @@ def try_scorers(config: ResolvedConfig, sets: ProblemSets, scorers: SetScorers) 
 def _make_scorer(
     prefix: str, set_config: SetConfig, pools: dict[str, RewardPool], remarks: list[str]
 ) -> Scorer:
-    """What judges the responses to a set of problems; those with the same function share a pool of
-    workers. `prefix` comes before the names of settings in messages; adds to `remarks`."""
+    """Makes the scorer of a set of problems.
+
+    Args:
+      prefix: text before the names of settings in messages.
+      set_config: config of the set.
+      pools: pools of workers by user's function, to which a new pool is added.
+      remarks: report lines for the user, to which new ones are added.
+    """
     settings, function = set_config.reward, set_config.reward.function
     needs_verifier = settings.verifier != "exact" and "answer" in settings.all_parts
     require(
@@ -93,6 +103,7 @@ def _make_scorer(
         f" bash launch/venv.sh math, elsewhere pip install math-verify; or set"
         f" --{prefix}reward.verifier exact",
     )
+    # A worker imports a single function, so sets share a pool only if they share the function.
     if (needs_verifier or function) and function not in pools:
         workers = count_workers(settings.workers)
         pools[function] = RewardPool(workers, settings.deadline, function)
@@ -103,10 +114,11 @@ def _make_scorer(
     )
     try:
         if pool is not None:
-            # This also hears whether the function was imported.
+            # The first call of a pool also reports an import that failed.
             [call_form] = pool([["form"]])
             if call_form and "function" in reward_parts:
                 remarks.append(f"{prefix}reward.function {function} is called in {call_form}")
+        # A call without rows runs only the test cases of the verifier.
         scorer(RewardInputs((), (), (), ()))
         if pool is not None and needs_verifier and settings.verifier == "code":
             [sandbox] = pool([["sandbox"]])
@@ -123,18 +135,21 @@ def _require_sandbox(prefix: str, sandbox: str) -> None:
         bool(sandbox) or os.environ.get(WITHOUT_SANDBOX) == "1",
         f"{prefix}reward.verifier code finds no sandbox for programs that the policy writes:"
         " neither namespaces nor bubblewrap work here (docs/rewards.md); run it where they do, or,"
-        f" on a machine that has nothing to lose, say so with {WITHOUT_SANDBOX}=1 in the"
+        f" on a machine that has nothing to lose, set {WITHOUT_SANDBOX}=1 in the"
         " environment",
     )
 
 
 def count_workers(requested: int) -> int:
-    """Returns the number of worker processes; `requested` is that of `reward.workers`.
+    """Returns the number of worker processes.
+
+    Args:
+      requested: value of `reward.workers`, where 0 stands for the default.
 
     Raises:
-      ConfigError: it is more than this machine can run.
+      ConfigError: more processes are requested than this machine can run.
     """
-    cores = meshes.cores()
+    cores = meshes.core_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     max_workers = max(1, min(_WORKERS_PER_CORE * cores, memory // _BYTES_PER_WORKER))
     require(
@@ -144,13 +159,14 @@ def count_workers(requested: int) -> int:
         f" ({_WORKERS_PER_CORE} for each core, {_BYTES_PER_WORKER // 2**20} MiB for each); set"
         f" --reward.workers {max_workers} or less",
     )
+    # The default leaves a core to this process.
     return requested or min(MAX_DEFAULT_WORKERS, max(1, cores - 1), max_workers)
 
 
 def _require_readable(
     prefix: str, settings: RewardConfig, scorer: Scorer, problems: Problems
 ) -> None:
-    """Refuses reference answers that a set's verifier cannot read."""
+    """Raises ConfigError for unreadable reference answers."""
     if settings.verifier == "exact" or "answer" not in settings.all_parts:
         return
     locations, answers = zip(*problems.iter_references(), strict=True)
@@ -169,10 +185,11 @@ def _require_readable(
 
 
 def _require_rewarded(prefix: str, set_config: SetConfig, scorer: Scorer, problem: Problem) -> None:
-    """Refuses a user's function that gives no reward for made-up responses to a problem: one that
-    states the reference answer, and one that states none."""
+    """Raises ConfigError if a user's function fails a trial."""
+    # A function must handle responses without an answer too, such as those that are cut.
     style, reward = set_config.data.answer_style, set_config.reward
     answer_response = _TRIAL_RESPONSES[style].replace("ANSWER", problem.answer)
+    # A function that takes one row per call gets the first response only.
     responses = [answer_response, "I do not know."][: reward.rows]
     count, response_text = len(responses), " and ".join(map(format_value, responses))
     reason = scorer.try_function(
@@ -186,20 +203,20 @@ def _require_rewarded(prefix: str, set_config: SetConfig, scorer: Scorer, proble
     require(
         not reason,
         f"{prefix}reward.function {reward.function} was tried on the responses {response_text} to"
-        f" problem {problem.index + 1}: {reason}; mend the function"
-        + (", or raise --reward.deadline" if "not through in time" in reason else ""),
+        f" problem {problem.index + 1}: {reason}; fix the function"
+        + (", or raise --reward.deadline" if "exceeded reward.deadline" in reason else ""),
     )
 
 
 class RolloutScores(NamedTuple):
-    """What this process's rows of a rollout earn: all answers to its problems, problem by
-    problem."""
+    """Scores of this process's rows, grouped by problem."""
 
     rows: Int32[np.ndarray, " rows"]
-    """Their numbers."""
+    """Row numbers in the rollout."""
     problems: list[Problem]
-    """Of each row."""
+    """Problem of each row."""
     requests: RewardInputs
+    """Inputs of the rewards of each row."""
     scores: Scores
     prompt_lengths: Int32[np.ndarray, " rows"]
     """Tokens of the prompt."""
@@ -207,11 +224,11 @@ class RolloutScores(NamedTuple):
     """Tokens of prompt and response."""
     status: Int32[np.ndarray, " rows"]
     rounds: Int32[np.ndarray, " rows"]
-    """Target passes that the response took."""
+    """Target passes that generated the response."""
 
     @property
     def is_complete(self) -> Bool[np.ndarray, " rows"]:
-        """Rows that did not fail."""
+        """Rows that ended or reached the maximum length."""
         return np.isin(self.status, (EOS, LENGTH))
 
     @property
@@ -221,53 +238,66 @@ class RolloutScores(NamedTuple):
 
 
 class Judge:
-    """Finds what rows of rollouts earn; each process sees to its own rows.
+    """Scores the rows of rollouts. Each process scores its own rows.
 
     Args:
-      scorers: by number of the set of problems.
-      tokenizer: turns responses into text.
-      group: rows of each prompt.
+      scorers: scorers by number of the set of problems.
+      tokenizer: tokenizer that decodes responses.
+      group_size: rows of each prompt.
     """
 
     def __init__(self, scorers: SetScorers, tokenizer: Tokenizer, group_size: int) -> None:
         self._scorers, self._tokenizer, self._group_size = scorers, tokenizer, group_size
         self._collector = ScoreCollector()
         self.has_workers = scorers.has_workers
-        """Whether anything is gained by beginning early."""
+        """Whether workers compute rewards. If so, an early start saves time."""
 
     def start_scoring(
         self, problems: Mapping[int, Problem], rollout: Rollout, rows: Int32[np.ndarray, " rows"]
     ) -> None:
-        """Has the workers begin with those of some rows that have ended; `problems` are those of
-        this process, by their place among the prompts."""
-        is_complete = np.isin(meshes.local_rows(rollout.status, rows), (EOS, LENGTH))
+        """Lets the workers start on finished rows.
+
+        Args:
+          problems: problems of this process, by place among the prompts.
+          rollout: rollout that is being generated.
+          rows: rows of this process.
+        """
+        is_complete = np.isin(meshes.read_local_rows(rollout.status, rows), (EOS, LENGTH))
         ready_rows = self._collector.select_unsubmitted(rows[is_complete].tolist())
         if ready_rows:
-            with contextlib.suppress(PoolError):  # it is told of at the end, by all processes
+            # An error here would stop one process only. `__call__` reports it on all of them.
+            with contextlib.suppress(PoolError):
                 self._submit_rows(problems, rollout, ready_rows)
 
     def __call__(self, problems: Mapping[int, Problem], rollout: Rollout) -> RolloutScores:
-        """What the answers to this process's problems earn, with some of which it may have begun.
+        """Scores the answers of this process.
+
+        It waits for rows that `start_scoring` submitted, and submits the others.
 
         Raises:
-          Diverged: rewards cannot be found any more; in every process then, at the same place.
+          Diverged: rewards can no longer be computed. All processes raise it together.
         """
         prompt_indices = np.asarray(list(problems), np.int32)
         rows = (
             prompt_indices[:, None] * self._group_size + np.arange(self._group_size, dtype=np.int32)
         ).ravel()
         fields = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
-        prompt_lengths, lengths, status, rounds = (meshes.local_rows(leaf, rows) for leaf in fields)
+        prompt_lengths, lengths, status, rounds = (
+            meshes.read_local_rows(leaf, rows) for leaf in fields
+        )
         try:
             self._submit_rows(problems, rollout, self._collector.select_unsubmitted(rows.tolist()))
             scores, is_broken = self._collector.collect_scores(), False
         except PoolError as error:
             scores, is_broken = make_invalid_scores(len(rows), str(error)), True
+        # A new collector, since the rows of the next rollout have the same numbers.
         self._collector = ScoreCollector()
+        # All processes must stop together: one that goes on would wait for the others forever.
         if meshes.sum_over_processes(np.asarray([is_broken], np.float32))[0]:
             raise Diverged(
-                f"rewards cannot be found any more: {scores.reason or 'another process knows why'}."
-                " The same command goes on from the newest checkpoint"
+                "rewards can no longer be computed:"
+                f" {scores.reason or 'another process knows why'}. The same command goes on from"
+                " the newest checkpoint"
             )
         row_problems, requests = self._collect_requests(problems, rollout, rows.tolist())
         return RolloutScores(
@@ -285,9 +315,9 @@ class Judge:
     def _collect_requests(
         self, problems: Mapping[int, Problem], rollout: Rollout, rows: Sequence[int]
     ) -> tuple[list[Problem], RewardInputs]:
-        """The problem of each of some rows, and what is judged of them."""
+        """Returns problems and reward inputs of rows."""
         tokens, prompt_lengths, lengths = (
-            meshes.local_rows(leaf, np.asarray(rows, np.int32))
+            meshes.read_local_rows(leaf, np.asarray(rows, np.int32))
             for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
         texts = [

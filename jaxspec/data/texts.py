@@ -1,4 +1,4 @@
-"""Files of texts or chats as rows of tokens, of which some are to be learnt."""
+"""Texts and chats as rows of tokens."""
 
 import difflib
 import itertools
@@ -20,50 +20,59 @@ from jaxspec.tokens.tokenizer import Tokenizer
 
 _COLUMNS = ("text", "messages")
 _OTHER_COLUMNS = ("conversations", "data")
-"""What published chats are called elsewhere, where a row has neither of those: Magpie's and
-ShareGPT's, and the first UltraChat's, which is a list of what user and assistant say in turn."""
+"""Names of columns of other published chats, read if a row has none of `_COLUMNS`.
+
+`conversations` is that of Magpie and ShareGPT. `data` is that of the first UltraChat: a list of
+texts, of user and assistant in turn.
+"""
 _BLANK, _EMPTY, _REPEATED = (
     "blank lines passed over",
     "empty texts left out",
     "repeated texts (kept)",
 )
 _REPORT_SECONDS = 10.0
-"""Between two words about how far a long file is."""
+"""Seconds between two progress reports on a long file."""
 
 
 class _Tally:
-    """What was met while a file was read, beside texts to learn."""
+    """Counts of skipped and changed rows."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.counts = Counter[str]()
         self.unrendered = UnrenderedCounter(tokenizer.render_chat)
+        # Rows without a column are skipped like empty ones, unless no row has any text.
         self.column_error: ConfigError | None = None
-        """Of the first row that has none of the columns: they count as null ones do, unless no
-        row has any text."""
+        """Error for the first row that has none of the columns."""
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """What `offline.text` names, and how its lines become rows of tokens."""
+    """Reader of the files of `offline.text`."""
 
     path: str
     tokenizer: Tokenizer
     encodes_any_text: bool
-    """Whether the tokenizer has tokens for all text."""
+    """Whether the tokenizer can encode any character."""
     length: int
-    """Tokens of a row; what is longer is cut."""
+    """Tokens of a row. Longer rows are cut."""
 
     def read_rows(
         self, max_rows: int, rng: np.random.Generator, report: Callable[[str], Any]
     ) -> tuple[Int32[np.ndarray, "rows length"], Bool[np.ndarray, "rows length"]]:
-        """Return padded rows of tokens, and True at those to be learnt: of a text all but the
-        beginning token, of a chat what the assistant wrote.
+        """Reads padded tokens and their loss masks.
 
-        Of more than `max_rows` lines, so many are drawn by `rng`, and the others passed over: what
-        is in memory is bounded by what can be trained on. `report` is told what was left out, cut
-        or repeated, and now and then how far a long file is.
-        Raises `ConfigError`, which names file, line and column of what cannot be used, and a
-        remedy.
+        The mask of a text covers all but the beginning token. The mask of a chat covers the
+        messages of the assistant.
+
+        Args:
+          max_rows: maximum number of lines. If the file has more, a random subset is read.
+          rng: source of that subset.
+          report: called with progress on a long file, and with counts of rows that were skipped,
+            cut or repeated.
+
+        Raises:
+          ConfigError: the file cannot be read, or a row cannot be used. The message names file,
+            line and column if these are known.
         """
         tally = _Tally(self.tokenizer)
         try:
@@ -71,6 +80,7 @@ class TextFile:
             self._require_regular_files(files)
             line_count = count_lines(files, self.name)
             is_selected = np.ones(line_count, bool)
+            # A subset bounds memory by the rows that can be trained on, whatever the file's size.
             if line_count > max_rows:
                 is_selected[:] = False
                 is_selected[rng.choice(line_count, max_rows, replace=False)] = True
@@ -81,6 +91,7 @@ class TextFile:
             for number, line in itertools.compress(lines, is_selected.tolist()):
                 ids, row_mask = self._parse_row(line, number, tally)
                 tokens[row_count, : len(ids)], loss_mask[row_count, : len(ids)] = ids, row_mask
+                # A skipped line has no ids. The next line then takes its row.
                 row_count += len(ids) > 0
                 if time.monotonic() - report_time > _REPORT_SECONDS:
                     report_time = time.monotonic()
@@ -93,6 +104,7 @@ class TextFile:
             raise tally.column_error or ConfigError(
                 f"{self.name}: {self._explain_empty(tally.counts)}"
             )
+        # Hashes take far less memory than a set of the rows themselves.
         tally.counts[_REPEATED] = row_count - len(
             {hash(row.tobytes()) for row in tokens[:row_count]}
         )
@@ -113,7 +125,7 @@ class TextFile:
 
     @property
     def name(self) -> str:
-        """The file, for messages."""
+        """Setting and path, for messages."""
         return f"offline.text {self.path}"
 
     @property
@@ -125,16 +137,17 @@ class TextFile:
         return f"chats left out, whose first {self.length} tokens have no answer"
 
     def _require_regular_files(self, files: list[Path]) -> None:
-        """Refuses what can be read only once, such as a pipe: files are counted first."""
+        """Raises ConfigError for pipes and other special files."""
+        # Lines are counted before they are read, and a pipe can be read only once.
         for file in files:
             require(
                 file.is_file() or file.is_dir() or not file.exists(),
-                f"{self.name}: {file} is not a regular file; copy what it gives to one, and name"
+                f"{self.name}: {file} is not a regular file; copy its content to one, and name"
                 " that",
             )
 
     def _explain_empty(self, counts: Counter[str]) -> str:
-        """Why a file has nothing to train on, and the remedy."""
+        """Explains why a file has nothing to train on."""
         if counts[self._unanswered_label]:
             return (
                 f"none of its {counts[self._unanswered_label]} chats has an answer in its first"
@@ -145,7 +158,7 @@ class TextFile:
         return f"{reason}; give one JSON object a line, with a column 'text' or 'messages'"
 
     def _parse_row(self, line: bytes, number: int, tally: _Tally) -> tuple[list[int], list[bool]]:
-        """The tokens of a line, and which are to be learnt; none where it is left out."""
+        """Returns tokens and loss mask of a line. Both are empty if it is skipped."""
         if not line.strip():
             tally.counts[_BLANK] += 1
             return [], []
@@ -162,6 +175,7 @@ class TextFile:
                 ids, row_mask = self._tokenize_text(row, column, location)
             else:
                 ids, row_mask = self._tokenize_chat(row, column, location, tally)
+        # A long chat may be cut before its first answer, and then has nothing to learn.
         if len(ids) > self.length:
             ids, row_mask = ids[: self.length], row_mask[: self.length]
             tally.counts[self._cut_label if any(row_mask) else self._unanswered_label] += 1
@@ -170,13 +184,14 @@ class TextFile:
     def _tokenize_text(
         self, row: dict[str, Any], column: str, location: str
     ) -> tuple[list[int], list[bool]]:
-        """A text between the beginning token, if there is one, and the end token."""
+        """Returns tokens and loss mask of a text."""
         text = row[column]
         if not isinstance(text, str):
             raise ConfigError(
                 f"{location}: column {column!r} holds a {type(text).__name__} instead of text; put"
                 " its text in quotes"
             )
+        # Only the built-in tokenizer lacks characters.
         unknown = "" if self.encodes_any_text else self.tokenizer.unknown_characters(text)
         require(
             not unknown,
@@ -190,7 +205,7 @@ class TextFile:
     def _tokenize_chat(
         self, row: dict[str, Any], column: str, location: str, tally: _Tally
     ) -> tuple[list[int], list[bool]]:
-        """A chat as the checkpoint's own template writes it."""
+        """Returns tokens and loss mask of a chat."""
         chat = _alternate_roles(row[column]) if column == "data" else row[column]
         messages = parse_messages(chat)
         if messages is None:
@@ -200,8 +215,8 @@ class TextFile:
             )
         require(
             any(message["role"] == "assistant" for message in messages),
-            f"{location}: column {column!r} has none of role 'assistant', so there is nothing to"
-            " learn; leave the row out",
+            f"{location}: column {column!r} has no message of role 'assistant', so there is"
+            " nothing to learn; remove the row",
         )
         tools = parse_tools(row.get("tools"))
         rendered = self.tokenizer.encode_chat(messages, tools)
@@ -210,7 +225,7 @@ class TextFile:
 
 
 def _alternate_roles(chat: Any) -> Any:
-    """What user and assistant say in turn, as messages; anything else as it is."""
+    """Turns a list of texts into messages. Other values are unchanged."""
     if not isinstance(chat, list) or not all(isinstance(text, str) for text in chat):
         return chat
     turns = zip(itertools.cycle(("user", "assistant")), chat, strict=False)
@@ -218,24 +233,24 @@ def _alternate_roles(chat: Any) -> Any:
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether a column says no more than a null would."""
+    """Returns whether a column has no content."""
     return value == [] or (isinstance(value, str) and not value.strip())
 
 
 def _find_column(row: dict[str, Any], location: str) -> str:
-    """Which column of a row is read; empty where all are null or absent."""
+    """Returns the column to read. Empty if all are null or missing."""
     columns = [name for name in _COLUMNS if row.get(name) is not None]
     if len(columns) > 1:
         raise ConfigError(
-            f"{location}: columns 'text' and 'messages' both; keep the one to train on"
+            f"{location}: the row has both 'text' and 'messages'; keep the one to train on"
         )
     columns += [name for name in _OTHER_COLUMNS if row.get(name) is not None]
     return columns[0] if columns else ""
 
 
 def _missing_column_error(row: dict[str, Any], location: str) -> ConfigError | None:
-    """The refusal of a file whose rows have none of the columns; None for a row that has one, as
-    null."""
+    """Returns the error for a row without any of the columns, if it has none."""
+    # A column that is null is not missing.
     if any(name in row for name in (*_COLUMNS, *_OTHER_COLUMNS)):
         return None
     matches = [

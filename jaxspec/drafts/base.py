@@ -27,7 +27,7 @@ class Proposal(NamedTuple):
     logits: Float[Array, "B K W"] | None
     """None: nothing was drawn, the tokens follow from the prefix alone; a single row says so with
     one finite logit a position."""
-    offered: Int[Array, " B"]
+    lengths: Int[Array, " B"]
     """How many of them are offered, 0..K: a function of the prefix, never of a token that was
     drawn; the rest is not looked at."""
     ids: Int[Array, " W"] | None = None
@@ -42,30 +42,32 @@ class Context(NamedTuple):
     """Prompt and response so far of every row; zeros beyond its end."""
     lengths: Int[Array, " B"]
     """Tokens of each slot's row that it may look at; 0 where no row is running."""
-    row: slice | Int[Array, " B"] = slice(None)
+    slot_rows: slice | Int[Array, " B"] = slice(None)
     """The row in each slot; a slice: slot b has row b."""
     row_lengths: Int[Array, " R"] | None = None
     """Tokens of every row; None: `lengths`."""
 
-    def rows(self) -> Int[Array, " B"]:
+    def row_indices(self) -> Int[Array, " B"]:
         """The row in each slot; for an empty slot, the last one."""
-        if isinstance(self.row, slice):
+        if isinstance(self.slot_rows, slice):
             return jnp.arange(len(self.lengths), dtype=jnp.int32)
-        return jnp.minimum(self.row, len(self.tokens) - 1)
+        return jnp.minimum(self.slot_rows, len(self.tokens) - 1)
 
-    def at(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    def tokens_at(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Tokens at some positions of each slot's row; beyond its buffer, the last one there."""
-        if isinstance(self.row, slice):
+        if isinstance(self.slot_rows, slice):
             return jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
-        return self.tokens[self.rows()[:, None], jnp.clip(positions, 0, self.tokens.shape[1] - 1)]
+        return self.tokens[
+            self.row_indices()[:, None], jnp.clip(positions, 0, self.tokens.shape[1] - 1)
+        ]
 
-    def texts(self) -> Int[Array, "B S"]:
+    def slot_tokens(self) -> Int[Array, "B S"]:
         """The whole row of each slot."""
-        return self.tokens if isinstance(self.row, slice) else self.tokens[self.rows()]
+        return self.tokens if isinstance(self.slot_rows, slice) else self.tokens[self.row_indices()]
 
 
-class Kept(NamedTuple):
-    """What a round committed: the verified block, of which each row keeps the first `length`
+class Committed(NamedTuple):
+    """What a round committed: the verified block, of which each row keeps the first `lengths`
     positions."""
 
     tokens: Int[Array, "B K1"]
@@ -74,7 +76,7 @@ class Kept(NamedTuple):
     """What the target's own pass gives at each block position: its taps for a draft that has
     `taps`, else its final-norm hidden states."""
     positions: Int[Array, "B K1"]
-    length: Int[Array, " B"]
+    lengths: Int[Array, " B"]
 
 
 class Draft(NamedTuple):
@@ -89,18 +91,18 @@ class Draft(NamedTuple):
     of other answers to the prompt): rounds of other lengths, or of none, leave no trace in it.
     """
 
-    length: int
+    max_length: int
     """The most tokens a round (K)."""
     taps: tuple[int, ...]
     """Boundaries at which it reads the target's residual stream; none: it reads the final-norm
     hidden states."""
-    draws: bool
+    is_stochastic: bool
     """Whether some of its tokens are drawn from logits."""
     empty_cache: Callable[[PyTree, int, int], KVCache | None]
     """(network, rows, positions) -> a cache for the draft's own layers; None: it has none."""
-    start: Callable[..., PyTree]
+    init_state: Callable[..., PyTree]
     """(network, target, prompts of n groups) -> state of n rows, of which nothing is read yet."""
-    read: Callable[..., tuple[PyTree, KVCache | None]]
+    prefill: Callable[..., tuple[PyTree, KVCache | None]]
     """(network, target, state of H texts, cache with a table for N pieces, pieces, features
     [N T C]) -> (state, cache): reads known text along with the target, whose features are given.
     The target reads up to the last token but one; of the position before a piece it is known
@@ -111,8 +113,9 @@ class Draft(NamedTuple):
     propose: Callable[..., tuple[PyTree, KVCache | None, Proposal]]
     """(network, target, state, cache, context, sample, length) -> (state, cache, Proposal of
     `length` tokens, 1 to K)."""
-    commit: Callable[[PyTree, Kept], PyTree]
-    """(state, kept) -> state; a block of one position is that of a round that proposed nothing."""
+    commit: Callable[[PyTree, Committed], PyTree]
+    """(state, committed) -> state; a block of one position is that of a round that proposed
+    nothing."""
 
 
 def block_positions(first: Int[Array, " B"], count: int) -> Int[Array, "B T"]:
@@ -122,21 +125,21 @@ def block_positions(first: Int[Array, " B"], count: int) -> Int[Array, "B T"]:
 
 # ---- kinds
 
-Say = Callable[[str], Any]
+Log = Callable[[str], Any]
 """Tells the user how something ambiguous was read."""
-Sizes = dict[str, tuple[int, int]]
+SizePairs = dict[str, tuple[int, int]]
 """What a draft and its policy must have alike, by name: the draft's number, and the policy's."""
 
 
 class Unroll(NamedTuple):
     """How a learned draft is run over whole texts, to be trained and measured; pure functions."""
 
-    depths: Callable[[int], int]
+    depth_count: Callable[[int], int]
     """Depths at which it is trained, where so many are asked for (`draft_training.ttt_steps`)."""
-    before: Callable[[int], Int[Array, " A"]]
+    min_context: Callable[[int], Int[Array, " A"]]
     """For each of so many depths, the tokens of a text that must stand before the one whose label
     it predicts."""
-    hidden: Callable[..., Float[Array, "B T A D"]]
+    hidden_states: Callable[..., Float[Array, "B T A D"]]
     """(network, target, forward, pack, depths) -> what its head reads, by depth, at the position
     whose label it then predicts. It is zero where a text is too short, and may be where no label is
     learnt. `forward` is the policy's own pass over the pack, with taps where the draft reads
@@ -150,69 +153,69 @@ class Unroll(NamedTuple):
 class Repair(NamedTuple):
     """A draft's weights wired in another way: a likely mistake of a loader, undone."""
 
-    says: str
-    mend: str
+    description: str
+    remedy: str
     network: PyTree
     taps: tuple[int, ...]
 
 
-class Export(NamedTuple):
+class ExportSpec(NamedTuple):
     """What a draft's published files say of the run."""
 
     policy: ModelSpec
     """Its path is the exported policy's folder."""
-    form: str
+    format: str
     """`raw` or `speculators`."""
     dtype: np.dtype
-    length: int
+    draft_length: int
     """Tokens drafted a round."""
-    ids: dict[str, int]
+    special_tokens: dict[str, int]
     """Special tokens."""
 
 
-class Files(NamedTuple):
+class DraftFiles(NamedTuple):
     """A draft as it is published."""
 
-    content: dict[str, Any]
+    config: dict[str, Any]
     """Of config.json."""
     tensors: list[tuple[str, int, Callable[[], np.ndarray]]]
     """Name, bytes, and what makes it."""
-    tokenizer: bool = False
+    needs_tokenizer: bool = False
     """Whether the folder has the tokenizer too, like any policy's."""
-    with_policy: bool = False
+    merge_with_policy: bool = False
     """Whether its tensors stand among the policy's, whose config.json then says what is in
-    `content`."""
+    `config`."""
 
 
 class Learned(NamedTuple):
     """What a kind of draft with weights has beside what every kind has."""
 
-    decoder: Callable[[DraftSpec], ModelSpec]
+    decoder_spec: Callable[[DraftSpec], ModelSpec]
     """Its own decoder."""
-    network: Callable[[DraftSpec, Key[Array, ""]], PyTree]
+    init_network: Callable[[DraftSpec, Key[Array, ""]], PyTree]
     """The network with fresh weights."""
-    check: Callable[[DraftSpec], None]
+    check_spec: Callable[[DraftSpec], None]
     """Refuses what does not go together: raises ConfigError."""
-    sizes: Callable[[PyTree, ModelSpec], Sizes]
+    size_pairs: Callable[[PyTree, ModelSpec], SizePairs]
     """What its network and a policy must have alike."""
-    reads: Callable[[int], int]
+    block_size: Callable[[int], int]
     """Tokens of a row that it reads at once before it drafts so many."""
     unroll: Unroll
-    resolve: Callable[[DraftSpec, Path, Say], DraftSpec]
-    """(spec, folder, say) -> the spec with what a trained draft's files say."""
-    judge: Callable[[DraftSpec, Path, int], None]
+    resolve_spec: Callable[[DraftSpec, Path, Log], DraftSpec]
+    """(spec, folder, log) -> the spec with what a trained draft's files say."""
+    check_files: Callable[[DraftSpec, Path, int], None]
     """(resolved spec, folder, tokens of the tokenizer) -> nothing. Raises ConfigError for tensors
-    that `load` would refuse, by their headers alone."""
-    load: Callable[[DraftSpec, Path, PyTree], PyTree]
+    that `load_network` would refuse, by their headers alone."""
+    load_network: Callable[[DraftSpec, Path, PyTree], PyTree]
     """(resolved spec, folder, shapes with shardings) -> its network."""
-    export: Callable[[PyTree, Export], Files]
-    forms: tuple[str, ...] = ("raw",)
+    export_files: Callable[[PyTree, ExportSpec], DraftFiles]
+    export_formats: tuple[str, ...] = ("raw",)
     """Forms in which it can be exported."""
-    repairs: Callable[[PyTree, tuple[int, ...], ModelSpec], Iterator[Repair]] = (
+    list_repairs: Callable[[PyTree, tuple[int, ...], ModelSpec], Iterator[Repair]] = (
         lambda network, taps, policy: iter(())
     )
     """(network, taps, policy) -> likely mistakes of a loader, undone one at a time."""
-    native: Callable[[list[str], int], int] = lambda names, layers: 0
+    count_native_layers: Callable[[list[str], int], int] = lambda names, layers: 0
     """(tensor names, layers of the policy) -> how many layers of this kind the policy's own
     checkpoint has; a draft without a folder of its own takes them."""
     with_vocabulary: Callable[[PyTree, np.ndarray], PyTree] | None = None
@@ -227,22 +230,22 @@ class Kind(NamedTuple):
     settings: frozenset[str] = frozenset()
     """Settings that it has a use for, by name, of those that not every kind has; one that ends in a
     dot stands for all that start with it."""
-    from_files: frozenset[str] = frozenset()
+    file_settings: frozenset[str] = frozenset()
     """Settings that a trained draft's own files say."""
-    unused: tuple[Unused, ...] = ()
-    """Where settings do nothing, beside what follows from `settings` and `from_files`."""
+    unused_rules: tuple[Unused, ...] = ()
+    """Where settings do nothing, beside what follows from `settings` and `file_settings`."""
     learned: Learned | None = None
     """None: it has no weights."""
-    lookup: str = "none"
+    lookup_name: str = "none"
     """Its name where it finds drafts in text, so that it may stand beside a learned one."""
     reads_history: bool = False
     """Whether it looks into earlier answers to the same prompt."""
-    alone: str = ""
+    single_row_kind: str = ""
     """The kind that proposes the same for a row without siblings or earlier answers; empty: it
     does so itself."""
 
 
-DEEP = frozenset({"draft_training.ttt_steps", "draft_training.decay"})
+MULTI_DEPTH_SETTINGS = frozenset({"draft_training.ttt_steps", "draft_training.decay"})
 """Settings of kinds that are trained at several depths."""
 
 PLAIN = Kind(build=lambda spec, stop_ids: None)

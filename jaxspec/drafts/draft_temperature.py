@@ -18,20 +18,26 @@ DECAY = 0.8
 """Weight of what was known before each batch: the draft and the policy move."""
 
 
-def start(draft_length: int, grid: tuple[float, ...]) -> Float[Array, "K F"]:
+def init_overlap(draft_length: int, grid: tuple[float, ...]) -> Float[Array, "K F"]:
     """Nothing measured yet."""
     return jnp.zeros((draft_length, len(grid)), jnp.float32)
 
 
-def update(measured: Float[Array, "K F"], statistics: Statistics) -> Float[Array, "K F"]:
+def update_overlap(
+    overlap_sums: Float[Array, "K F"], statistics: Statistics
+) -> Float[Array, "K F"]:
     """Adds a batch, over all groups of the mesh."""
-    return DECAY * measured + jnp.sum(statistics.overlap_by_factor, axis=0).astype(measured.dtype)
+    return DECAY * overlap_sums + jnp.sum(statistics.overlap_by_factor, axis=0).astype(
+        overlap_sums.dtype
+    )
 
 
-def choose(measured: Float[Array, "K F"], grid: tuple[float, ...]) -> Int[Array, " K"]:
+def choose_factors(overlap_sums: Float[Array, "K F"], grid: tuple[float, ...]) -> Int[Array, " K"]:
     """Place in the grid of the best factor at each depth; that of 1, or the nearest to it, where
     nothing was measured."""
-    unmeasured = int(np.argmin(np.abs(np.asarray(grid) - 1)))
+    default_index = int(np.argmin(np.abs(np.asarray(grid) - 1)))
     return jnp.where(
-        jnp.any(measured > 0, axis=-1), jnp.argmax(measured, axis=-1).astype(jnp.int32), unmeasured
+        jnp.any(overlap_sums > 0, axis=-1),
+        jnp.argmax(overlap_sums, axis=-1).astype(jnp.int32),
+        default_index,
     )

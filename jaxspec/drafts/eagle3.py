@@ -10,8 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.drafts.base import DEEP, Export, Files, Kind, Learned, Repair, Say, Sizes
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.base import (
+    MULTI_DEPTH_SETTINGS,
+    DraftFiles,
+    ExportSpec,
+    Kind,
+    Learned,
+    Log,
+    Repair,
+    SizePairs,
+)
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.drafts.unroll import UNROLL
 from jaxspec.hf.draft_tensors import (
     cast_tensors,
@@ -39,191 +48,205 @@ from jaxspec.hf.tensor_files import StoredTensor, open_tensors, refuse_quantized
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import read_json
 from jaxspec.inputs.spec import DraftSpec, HeadConfig, HeadSpec, ModelSpec
-from jaxspec.mesh import from_host
+from jaxspec.mesh import from_host_values
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import Eagle3, llama_head_spec, tap_count, with_vocabulary
 from jaxspec.state import PyTree
 
 
-def taps_of(head: HeadSpec, layers: int) -> tuple[int, ...]:
+def head_taps(head: HeadSpec, layers: int) -> tuple[int, ...]:
     """Boundaries at which a head reads a policy of `layers` layers; none: it reads the final-norm
     hidden states."""
     return (head.taps or tap_boundaries(layers)) if head.use_taps else ()
 
 
-def _decoder(spec: DraftSpec) -> ModelSpec:
+def _decoder_spec(spec: DraftSpec) -> ModelSpec:
     """That of a loaded head, else one Llama layer of the policy's sizes."""
     return spec.decoder or llama_head_spec(spec.policy, spec.ffn)
 
 
-def _check(spec: DraftSpec) -> None:
+def _check_spec(spec: DraftSpec) -> None:
     """Whether its taps and its own decoder, loaded or not, go with the policy."""
-    head, own, policy = spec.head, spec.decoder, spec.policy
+    head, decoder, policy = spec.head, spec.decoder, spec.policy
     require(
         not head.use_taps or bool(head.taps) or policy.layers >= 4,
         f"model.layers is {policy.layers}; the three taps of eagle3 need at least 4: choose another"
         " rollout.draft.kind",
     )
-    beyond = [tap for tap in head.taps if not 0 <= tap <= policy.layers]
+    invalid_taps = [tap for tap in head.taps if not 0 <= tap <= policy.layers]
     require(
-        not beyond,
-        f"head.taps {list(head.taps)} has {beyond}; give numbers from 0 to model.layers"
+        not invalid_taps,
+        f"head.taps {list(head.taps)} has {invalid_taps}; give numbers from 0 to model.layers"
         f" {policy.layers}, or none",
     )
-    if own is None:
+    if decoder is None:
         return
-    width = f"the draft's width is {own.embed} and model.embed {policy.embed}"
+    mismatch = f"the draft's width is {decoder.embed} and model.embed {policy.embed}"
     require(
-        head.use_taps or own.embed == policy.embed,
-        f"{width}; a draft that reads the policy's hidden states as they are must be as wide",
+        head.use_taps or decoder.embed == policy.embed,
+        f"{mismatch}; a draft that reads the policy's hidden states as they are must be as wide",
     )
     require(
-        own.embed == policy.embed or head.own_embedding,
-        f"{width}, so it cannot share the policy's embedding, and head.own_embedding is off",
+        decoder.embed == policy.embed or head.own_embedding,
+        f"{mismatch}, so it cannot share the policy's embedding, and head.own_embedding is off",
     )
 
 
-def _sizes(network: Eagle3, policy: ModelSpec) -> Sizes:
-    sizes, taps = {}, tap_count(network.form)
+def _size_pairs(network: Eagle3, policy: ModelSpec) -> SizePairs:
+    pairs, taps = {}, tap_count(network.form)
     if network.embedding is None or network.fuse is None:
-        sizes["hidden size"] = network.config.embed, policy.embed
+        pairs["hidden size"] = network.config.embed, policy.embed
     if network.fuse is not None:
-        sizes[f"width of {taps} taps"] = network.fuse.shape[0], taps * policy.embed
-    whole = network.config.vocab if network.vocabulary is not None else network.head.shape[-1]
-    sizes["vocabulary"] = whole, policy.vocab
+        pairs[f"width of {taps} taps"] = network.fuse.shape[0], taps * policy.embed
+    vocab_size = network.config.vocab if network.vocabulary is not None else network.head.shape[-1]
+    pairs["vocabulary"] = vocab_size, policy.vocab
     if network.embedding is not None:
-        sizes["embedding table"] = network.embedding.shape[0], policy.vocab
-    return sizes
+        pairs["embedding table"] = network.embedding.shape[0], policy.vocab
+    return pairs
 
 
 # ---- files
 
 
-def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
+def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
     """Sizes and form of a head, from its config.json and its tensors."""
     policy, source = spec.policy, str(folder / CONFIG_FILE)
-    model, head, vocab = parse_head_config(
-        read_json(folder / CONFIG_FILE), source, spec.tap_convention, policy, say
+    decoder, head, vocab = parse_head_config(
+        read_json(folder / CONFIG_FILE), source, spec.tap_convention, policy, log
     )
     if spec.head.taps:  # who names them knows better
         head = replace(head, taps=spec.head.taps)
-    tensors = load_tensors(_tensors(folder, policy.vocab)[0])
-    comparable = "embed_tokens.weight" in tensors and bool(policy.path)
-    model, head = reconcile_with_tensors(
-        model, head, tensors, load_policy_embeddings(spec, comparable)["embedding"], say
+    tensors = load_tensors(_open_head_tensors(folder, policy.vocab)[0])
+    has_both_embeddings = "embed_tokens.weight" in tensors and bool(policy.path)
+    decoder, head = reconcile_with_tensors(
+        decoder, head, tensors, load_policy_embeddings(spec, has_both_embeddings)["embedding"], log
     )
     if "lm_head.weight" in tensors:  # the tensors have the last word
-        rows = tensors["lm_head.weight"].shape[0]
-        vocab = 0 if rows == policy.vocab else rows
-    if 0 < model.rope.context < spec.row_length:
-        say(
-            f"{source}: the head was trained on {model.rope.context} positions, rows take up to"
+        head_rows = tensors["lm_head.weight"].shape[0]
+        vocab = 0 if head_rows == policy.vocab else head_rows
+    if 0 < decoder.rope.context < spec.row_length:
+        log(
+            f"{source}: the head was trained on {decoder.rope.context} positions, rows take up to"
             f" {spec.row_length}: it may accept less beyond"
         )
-    return replace(spec, decoder=model, head=head, vocab=vocab, ffn=0)
+    return replace(spec, decoder=decoder, head=head, vocab=vocab, ffn=0)
 
 
-def _tensors(folder: Path, vocab: int) -> tuple[dict[str, StoredTensor], int]:
+def _open_head_tensors(folder: Path, vocab: int) -> tuple[dict[str, StoredTensor], int]:
     """A head's tensors, for a vocabulary of `vocab` rows; and how many it was made for."""
     content = read_json(folder / CONFIG_FILE)
-    own = vocabulary_size(content, str(folder / CONFIG_FILE)) or vocab
+    stored_vocab = vocabulary_size(content, str(folder / CONFIG_FILE)) or vocab
     tensors = normalize_names(open_tensors(folder), str(folder))
     refuse_quantized(folder, tensors)
-    return (tensors if own == vocab else resize_vocabulary(tensors, own, vocab)), own
+    return (
+        tensors if stored_vocab == vocab else resize_vocabulary(tensors, stored_vocab, vocab)
+    ), stored_vocab
 
 
-def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
-    tensors, own = _tensors(folder, spec.policy.vocab)
-    check_vocabulary_padding(str(folder), own, spec.policy.vocab, tokens)
-    check_head_tensors(_decoder(spec), spec.head, tensors, spec.policy, str(folder))
+def _check_files(spec: DraftSpec, folder: Path, token_count: int) -> None:
+    tensors, stored_vocab = _open_head_tensors(folder, spec.policy.vocab)
+    check_vocabulary_padding(str(folder), stored_vocab, spec.policy.vocab, token_count)
+    check_head_tensors(_decoder_spec(spec), spec.head, tensors, spec.policy, str(folder))
 
 
-def _load(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
-    tensors = load_tensors(_tensors(folder, spec.policy.vocab)[0])
+def _load_network(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
+    tensors = load_tensors(_open_head_tensors(folder, spec.policy.vocab)[0])
     policy = load_policy_embeddings(spec, "lm_head.weight" not in tensors)
-    arrays = head_arrays(_decoder(spec), spec.head, tensors, policy, str(folder))
-    return jax.tree.map(from_host, abstract, replace_leaves(abstract, arrays))
+    arrays = head_arrays(_decoder_spec(spec), spec.head, tensors, policy, str(folder))
+    return jax.tree.map(from_host_values, abstract, replace_leaves(abstract, arrays))
 
 
-def _export(network: Eagle3, wanted: Export) -> Files:
-    form: HeadFormat = "speculators" if wanted.form == "speculators" else "raw"
+def _export_files(network: Eagle3, export: ExportSpec) -> DraftFiles:
+    head_format: HeadFormat = "speculators" if export.format == "speculators" else "raw"
     vocab = 0 if network.vocabulary is None else network.head.shape[-1]
     content = head_config_json(
-        network.config, network.form, wanted.policy, form, vocab, wanted.length
+        network.config, network.form, export.policy, head_format, vocab, export.draft_length
     )
-    content["torch_dtype"] = wanted.dtype.name
-    return Files(content, cast_tensors(head_tensors(network, form), wanted.dtype))
+    content["torch_dtype"] = export.dtype.name
+    return DraftFiles(content, cast_tensors(head_tensors(network, head_format), export.dtype))
 
 
 # ---- repairs
 
 
-def _repairs(network: Eagle3, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:
-    yield from _shifted(network, taps, policy.layers)
+def _list_repairs(network: Eagle3, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:
+    yield from _repair_taps(network, taps, policy.layers)
     for flag in ("norm_before_residual", "norm_output"):
-        value = not getattr(network.form, flag)
-        changed = _with(network, form=replace(network.form, **{flag: value}))
-        mend = f'"{flag}": {str(value).lower()} in the draft\'s config.json'
-        yield Repair(f"{flag} is {value}", mend, changed, taps)
-    yield from _ids(network, taps)
-    for whose, theta in {"the policy's": policy.rope_theta, "the default": 1e4}.items():
+        opposite = not getattr(network.form, flag)
+        variant = _copy_with(network, form=replace(network.form, **{flag: opposite}))
+        remedy = f'"{flag}": {str(opposite).lower()} in the draft\'s config.json'
+        yield Repair(f"{flag} is {opposite}", remedy, variant, taps)
+    yield from _repair_vocabulary(network, taps)
+    for owner, theta in {"the policy's": policy.rope_theta, "the default": 1e4}.items():
         if theta != network.config.rope_theta:
-            changed = _with(network, config=replace(network.config, rope_theta=theta))
-            mend = f'"rope_theta": {theta:g} in the draft\'s config.json'
-            yield Repair(f"rope_theta is {whose} {theta:g}", mend, changed, taps)
+            variant = _copy_with(network, config=replace(network.config, rope_theta=theta))
+            remedy = f'"rope_theta": {theta:g} in the draft\'s config.json'
+            yield Repair(f"rope_theta is {owner} {theta:g}", remedy, variant, taps)
 
 
-def _shifted(network: Eagle3, taps: tuple[int, ...], layers: int) -> Iterator[Repair]:
-    for by in (1, -1):
-        moved = tuple(tap + by for tap in taps)
-        if moved and moved[0] >= 0 and moved[-1] <= layers:
-            said = (
-                f"it reads one layer {'later' if by > 0 else 'earlier'}, after"
-                f" {', '.join(map(str, moved))}"
+def _repair_taps(network: Eagle3, taps: tuple[int, ...], layers: int) -> Iterator[Repair]:
+    for shift in (1, -1):
+        shifted_taps = tuple(tap + shift for tap in taps)
+        if shifted_taps and shifted_taps[0] >= 0 and shifted_taps[-1] <= layers:
+            description = (
+                f"it reads one layer {'later' if shift > 0 else 'earlier'}, after"
+                f" {', '.join(map(str, shifted_taps))}"
             )
-            yield Repair(said, f"--head.taps {' '.join(map(str, moved))}", network, moved)
+            yield Repair(
+                description,
+                f"--head.taps {' '.join(map(str, shifted_taps))}",
+                network,
+                shifted_taps,
+            )
 
 
-def _ids(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repair]:
+def _repair_vocabulary(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repair]:
     if network.vocabulary is None:
         return
-    stored = np.asarray(jax.device_get(network.vocabulary[...]))
-    ids = stored - np.arange(stored.size, dtype=np.int32)
-    if (np.diff(ids) > 0).all() and (ids != stored).any():
+    stored_ids = np.asarray(jax.device_get(network.vocabulary[...]))
+    token_ids = stored_ids - np.arange(stored_ids.size, dtype=np.int32)
+    if (np.diff(token_ids) > 0).all() and (token_ids != stored_ids).any():
         yield Repair(
             "its d2t holds token ids, not offsets",
             "d2t - arange(len(d2t)) in the draft's file",
-            with_vocabulary(network, ids),
+            with_vocabulary(network, token_ids),
             taps,
         )
 
 
-def _with(network: Any, **settings: Any) -> Any:
+def _copy_with(network: Any, **settings: Any) -> Any:
     """A network of the same weights with other settings."""
-    other = jax.tree.map(lambda leaf: leaf, network)
+    copy = jax.tree.map(lambda leaf: leaf, network)
     for name, value in settings.items():
-        setattr(other, name, value)
-    return other
+        setattr(copy, name, value)
+    return copy
 
 
-_FORM = frozenset(f"head.{item.name}" for item in dataclasses.fields(HeadConfig)) - {"head.taps"}
+_HEAD_SETTINGS = frozenset(f"head.{item.name}" for item in dataclasses.fields(HeadConfig)) - {
+    "head.taps"
+}
 EAGLE3 = Kind(
-    build=lambda spec, stop_ids: recurrent(spec.max_length, taps_of(spec.head, spec.policy.layers)),
-    settings=DEEP | {"rollout.draft.vocab", "rollout.draft.tap_convention", "head."},
-    from_files=_FORM | {"rollout.draft.ffn", "rollout.draft.vocab"},
+    build=lambda spec, stop_ids: recurrent_draft(
+        spec.max_length, head_taps(spec.head, spec.policy.layers)
+    ),
+    settings=MULTI_DEPTH_SETTINGS
+    | {"rollout.draft.vocab", "rollout.draft.tap_convention", "head."},
+    file_settings=_HEAD_SETTINGS | {"rollout.draft.ffn", "rollout.draft.vocab"},
     learned=Learned(
-        decoder=_decoder,
-        network=lambda spec, key: Eagle3(_decoder(spec), spec.head, spec.policy, key, spec.vocab),
-        check=_check,
-        sizes=_sizes,
-        reads=lambda length: length + 1,
+        decoder_spec=_decoder_spec,
+        init_network=lambda spec, key: Eagle3(
+            _decoder_spec(spec), spec.head, spec.policy, key, spec.vocab
+        ),
+        check_spec=_check_spec,
+        size_pairs=_size_pairs,
+        block_size=lambda length: length + 1,
         unroll=UNROLL,
-        resolve=_resolve,
-        judge=_judge,
-        load=_load,
-        export=_export,
-        forms=("raw", "speculators"),
-        repairs=_repairs,
+        resolve_spec=_resolve_spec,
+        check_files=_check_files,
+        load_network=_load_network,
+        export_files=_export_files,
+        export_formats=("raw", "speculators"),
+        list_repairs=_list_repairs,
         with_vocabulary=with_vocabulary,
     ),
 )

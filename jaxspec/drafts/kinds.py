@@ -14,7 +14,7 @@ LookupKind = Literal["none", "ngram", "history"]
 """Kinds that find drafts in text that is there already, and may stand beside a learned one."""
 
 
-def kind_of(name: str) -> Kind:
+def get_kind(name: str) -> Kind:
     """The kind of this name. A kind's file is imported when it is first asked for, since settings
     know the names, and reading them must not wait for networks.
 
@@ -23,51 +23,51 @@ def kind_of(name: str) -> Kind:
     """
     match name:
         case "eagle3":
-            from jaxspec.drafts.eagle3 import EAGLE3 as found
+            from jaxspec.drafts.eagle3 import EAGLE3 as kind
         case "mtp":
-            from jaxspec.drafts.mtp import MTP as found
+            from jaxspec.drafts.mtp import MTP as kind
         case "model":
-            from jaxspec.drafts.model import MODEL as found
+            from jaxspec.drafts.model import MODEL as kind
         case "ngram":
-            from jaxspec.drafts.lookup import NGRAM as found
+            from jaxspec.drafts.lookup import NGRAM as kind
         case "history":
-            from jaxspec.drafts.lookup import HISTORY as found
+            from jaxspec.drafts.lookup import HISTORY as kind
         case "none":
-            from jaxspec.drafts.base import PLAIN as found
+            from jaxspec.drafts.base import PLAIN as kind
         case _:
-            raise ValueError(f"{name} is no kind of draft that kind_of knows")
-    return found
+            raise ValueError(f"{name} is no kind of draft that get_kind knows")
+    return kind
 
 
-def learned(name: str) -> Learned:
+def get_learned(name: str) -> Learned:
     """What a kind with weights has beside the others.
 
     Raises:
       ValueError: it has none.
     """
-    found = kind_of(name).learned
-    if found is None:
+    learned = get_kind(name).learned
+    if learned is None:
         raise ValueError(f"a draft of kind {name} has no weights")
-    return found
+    return learned
 
 
 def build_draft(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft | None:
     """The draft of a run; None is plain decoding."""
-    kind = kind_of(spec.kind)
-    draft, beside = kind.build(spec, stop_ids), kind_of(spec.lookup)
-    if draft is None or kind.learned is None or beside.lookup == "none":
+    kind = get_kind(spec.kind)
+    draft, lookup_kind = kind.build(spec, stop_ids), get_kind(spec.lookup)
+    if draft is None or kind.learned is None or lookup_kind.lookup_name == "none":
         return draft
-    from jaxspec.drafts.lookup import preferring
+    from jaxspec.drafts.lookup import prefer_lookup
 
-    lookup = beside.build(spec, stop_ids)
+    lookup = lookup_kind.build(spec, stop_ids)
     assert lookup is not None, "a look-up proposes"
-    return preferring(lookup, draft)
+    return prefer_lookup(lookup, draft)
 
 
 def build_network(spec: DraftSpec, key: Any) -> Any:
     """The draft's network with fresh weights; None when the kind has nothing to learn."""
-    own = kind_of(spec.kind).learned
-    return None if own is None else own.network(spec, key)
+    learned = get_kind(spec.kind).learned
+    return None if learned is None else learned.init_network(spec, key)
 
 
 def check_fits(kind: str, network: Any, target: ModelSpec) -> None:
@@ -79,14 +79,14 @@ def check_fits(kind: str, network: Any, target: ModelSpec) -> None:
     """
     from jaxspec.inputs.checked import require
 
-    sizes = learned(kind).sizes(network, target)
-    wrong = [
-        f"its {name} is {own}, the policy's {wanted}"
-        for name, (own, wanted) in sizes.items()
-        if own != wanted
+    sizes = get_learned(kind).size_pairs(network, target)
+    mismatches = [
+        f"its {name} is {draft_size}, the policy's {policy_size}"
+        for name, (draft_size, policy_size) in sizes.items()
+        if draft_size != policy_size
     ]
     require(
-        not wrong,
-        f"the {type(network).__name__} draft does not fit the policy: {'; '.join(wrong)}. Train or"
-        " load one that was made for this policy",
+        not mismatches,
+        f"the {type(network).__name__} draft does not fit the policy: {'; '.join(mismatches)}."
+        " Train or load one that was made for this policy",
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Kind, Proposal, Sampler
+from jaxspec.drafts.base import Committed, Context, Draft, Kind, Proposal, Sampler
 from jaxspec.drafts.pieces import Pieces
 from jaxspec.inputs.spec import DraftSpec
 from jaxspec.models.cache import KVCache
@@ -22,17 +22,17 @@ Rule = Literal["vllm", "hf", "latest"]
 with the most tokens after it."""
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """The best place of a text for one row: how good it is (0: nowhere), and the tokens that follow
     it."""
 
     score: Int[Array, "*B"]
     tokens: Int[Array, "*B K"]
-    offered: Int[Array, "*B"]
+    lengths: Int[Array, "*B"]
     """Tokens that really follow, 0..K."""
 
 
-def ngram(
+def ngram_draft(
     max_draft_length: int,
     rule: Rule,
     min_match: int,
@@ -45,9 +45,9 @@ def ngram(
     `vllm` is vLLM's `ngram`, `hf` is transformers' prompt lookup, which offers nothing from the
     first of `stop_ids` on.
     """
-    _check(max_draft_length, min_match, max_match)
+    _check_limits(max_draft_length, min_match, max_match)
 
-    def start(network: PyTree, target: Decoder, prompts: Prompts) -> tuple[()]:
+    def init_state(network: PyTree, target: Decoder, prompts: Prompts) -> tuple[()]:
         return ()
 
     def propose(
@@ -59,19 +59,23 @@ def ngram(
         sample: Sampler,
         length: int,
     ) -> tuple[tuple[()], None, Proposal]:
-        search = partial(_search, length=length, min_match=min_match, latest=rule == "latest")
-        found = jax.vmap(search)(context.texts(), context.lengths, _last_tokens(context, max_match))
-        count = found.offered
+        search_text = partial(
+            _search_text, length=length, min_match=min_match, latest=rule == "latest"
+        )
+        match = jax.vmap(search_text)(
+            context.slot_tokens(), context.lengths, _last_tokens(context, max_match)
+        )
+        lengths = match.lengths
         if rule == "hf" and stop_ids:
-            ends = jnp.isin(found.tokens, jnp.asarray(stop_ids, jnp.int32))
-            count = jnp.where(
-                jnp.any(ends, axis=1),
-                jnp.minimum(count, jnp.argmax(ends, axis=1).astype(jnp.int32)),
-                count,
+            is_stop = jnp.isin(match.tokens, jnp.asarray(stop_ids, jnp.int32))
+            lengths = jnp.where(
+                jnp.any(is_stop, axis=1),
+                jnp.minimum(lengths, jnp.argmax(is_stop, axis=1).astype(jnp.int32)),
+                lengths,
             )
-        return state, None, Proposal(tokens=found.tokens, logits=None, offered=count)
+        return state, None, Proposal(tokens=match.tokens, logits=None, lengths=lengths)
 
-    return _without_weights(max_draft_length, start, propose)
+    return _weightless_draft(max_draft_length, init_state, propose)
 
 
 @pytree
@@ -82,7 +86,7 @@ class HistoryState(Tree):
     lengths: Int[Array, "B H"]
 
 
-def history(max_draft_length: int, group_size: int, min_match: int, max_match: int) -> Draft:
+def history_draft(max_draft_length: int, group_size: int, min_match: int, max_match: int) -> Draft:
     """Looks the row's last tokens up in its own text, in what its group's other rows have so far,
     and in `Prompts.history`.
 
@@ -90,9 +94,9 @@ def history(max_draft_length: int, group_size: int, min_match: int, max_match: i
     tokens after it (up to the draft's length), then the row's own text before its siblings' (the
     same weights), and theirs before earlier ones (older weights), then the latest place.
     """
-    _check(max_draft_length, min_match, max_match)
+    _check_limits(max_draft_length, min_match, max_match)
 
-    def start(network: PyTree, target: Decoder, prompts: Prompts) -> HistoryState:
+    def init_state(network: PyTree, target: Decoder, prompts: Prompts) -> HistoryState:
         return HistoryState(texts=prompts.history, lengths=prompts.history_lengths)
 
     def propose(
@@ -104,152 +108,155 @@ def history(max_draft_length: int, group_size: int, min_match: int, max_match: i
         sample: Sampler,
         length: int,
     ) -> tuple[HistoryState, None, Proposal]:
-        each_text = jax.vmap(
-            partial(_search, length=length, min_match=min_match, latest=True), (0, 0, None)
+        search_texts = jax.vmap(
+            partial(_search_text, length=length, min_match=min_match, latest=True), (0, 0, None)
         )
         all_lengths = context.lengths if context.row_lengths is None else context.row_lengths
-        groups = (
+        group_texts = (
             context.tokens.reshape(-1, group_size, context.tokens.shape[1]),
             all_lengths.reshape(-1, group_size),
         )
 
-        def look(
+        def search_group(
             row: Int[Array, ""],
-            size: Int[Array, ""],
-            last: Int[Array, " N"],
+            own_length: Int[Array, ""],
+            last_tokens: Int[Array, " N"],
             texts: Int[Array, "H S1"],
             text_lengths: Int[Array, " H"],
-        ) -> Found:
-            tokens, lengths = (leaf[row // group_size] for leaf in groups)
-            own = jnp.arange(group_size, dtype=jnp.int32) == row % group_size
-            live = each_text(tokens, jnp.where(own, size, lengths), last)
-            live = live._replace(score=3 * live.score + 1 + own.astype(jnp.int32))
+        ) -> Match:
+            tokens, lengths = (leaf[row // group_size] for leaf in group_texts)
+            is_own_row = jnp.arange(group_size, dtype=jnp.int32) == row % group_size
+            matches = search_texts(tokens, jnp.where(is_own_row, own_length, lengths), last_tokens)
+            matches = matches._replace(score=3 * matches.score + 1 + is_own_row.astype(jnp.int32))
             if texts.size:
-                earlier = each_text(texts, text_lengths, last)
-                earlier = earlier._replace(score=3 * earlier.score)
-                live = jax.tree.map(
-                    lambda ours, theirs: jnp.concatenate([ours, theirs]), live, earlier
+                past_matches = search_texts(texts, text_lengths, last_tokens)
+                past_matches = past_matches._replace(score=3 * past_matches.score)
+                matches = jax.tree.map(
+                    lambda ours, theirs: jnp.concatenate([ours, theirs]), matches, past_matches
                 )
-            best = jnp.argmax(live.score)
-            return jax.tree.map(lambda leaf: leaf[best], live)
+            best = jnp.argmax(matches.score)
+            return jax.tree.map(lambda leaf: leaf[best], matches)
 
-        found = jax.vmap(look)(
-            context.rows(),
+        match = jax.vmap(search_group)(
+            context.row_indices(),
             context.lengths,
             _last_tokens(context, max_match),
             state.texts,
             state.lengths,
         )
-        return state, None, Proposal(tokens=found.tokens, logits=None, offered=found.offered)
+        return state, None, Proposal(tokens=match.tokens, logits=None, lengths=match.lengths)
 
-    return _without_weights(max_draft_length, start, propose)
+    return _weightless_draft(max_draft_length, init_state, propose)
 
 
 @pytree
-class PreferringState(Tree):
+class CombinedState(Tree):
     """The states of both drafts."""
 
     lookup: PyTree
     learned: PyTree
 
 
-def preferring(lookup: Draft, learned: Draft) -> Draft:
+def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
     """Rows for which `lookup` offers a whole block take it, the others draw from `learned`: a
     choice by the prefix alone.
 
     The learned draft walks along the tokens that are proposed, so its cache is right whichever they
     are.
     """
-    if lookup.length != learned.length or lookup.draws or not learned.draws:
+    if lookup.max_length != learned.max_length or lookup.is_stochastic or not learned.is_stochastic:
         raise ValueError(
-            f"a lookup of length {lookup.length} cannot stand before a draft of length"
-            f" {learned.length}"
+            f"a lookup of length {lookup.max_length} cannot stand before a draft of length"
+            f" {learned.max_length}"
         )
 
-    def start(network: PyTree, target: Decoder, prompts: Prompts) -> PreferringState:
-        return PreferringState(
-            lookup=lookup.start(network, target, prompts),
-            learned=learned.start(network, target, prompts),
+    def init_state(network: PyTree, target: Decoder, prompts: Prompts) -> CombinedState:
+        return CombinedState(
+            lookup=lookup.init_state(network, target, prompts),
+            learned=learned.init_state(network, target, prompts),
         )
 
-    def read(
+    def prefill(
         network: PyTree,
         target: Decoder,
-        state: PreferringState,
+        state: CombinedState,
         cache: KVCache | None,
         pieces: Pieces,
         features: Float[Array, "N T C"],
-    ) -> tuple[PreferringState, KVCache | None]:
-        read, cache = learned.read(network, target, state.learned, cache, pieces, features)
-        return state.replace(learned=read), cache
+    ) -> tuple[CombinedState, KVCache | None]:
+        learned_state, cache = learned.prefill(
+            network, target, state.learned, cache, pieces, features
+        )
+        return state.replace(learned=learned_state), cache
 
     def propose(
         network: PyTree,
         target: Decoder,
-        state: PreferringState,
+        state: CombinedState,
         cache: KVCache | None,
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[PreferringState, KVCache | None, Proposal]:
-        lookup_state, _, found = lookup.propose(
+    ) -> tuple[CombinedState, KVCache | None, Proposal]:
+        lookup_state, _, match = lookup.propose(
             network, target, state.lookup, None, context, sample, length
         )
-        whole = found.offered == length
+        is_full = match.lengths == length
 
-        def certain(
+        def force_match(
             logits: Float[Array, "*B W"], ids: Int[Array, " W"] | None, tokens: Int[Array, "*B"]
         ) -> Float[Array, "*B V"]:
             """Logits that allow only the tokens found, where a whole block was; over the target's
             vocabulary, since these may be none of the draft's."""
             logits = scatter_to_vocabulary(logits, ids, target.config.vocab)
             one_hot = tokens[..., None] == jnp.arange(logits.shape[-1], dtype=tokens.dtype)
-            certainly = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
-            return jnp.where(whole.reshape(-1, *[1] * (logits.ndim - 1)), certainly, logits)
+            point_mass = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
+            return jnp.where(is_full.reshape(-1, *[1] * (logits.ndim - 1)), point_mass, logits)
 
-        def sample_found(
+        def sample_unless_matched(
             logits: Float[Array, "B W"], offset: int, ids: Int[Array, " W"] | None = None
         ) -> Int[Array, " B"]:
-            return sample(certain(logits, ids, found.tokens[:, offset]), offset)
+            return sample(force_match(logits, ids, match.tokens[:, offset]), offset)
 
         learned_state, cache, proposal = learned.propose(
-            network, target, state.learned, cache, context, sample_found, length
+            network, target, state.learned, cache, context, sample_unless_matched, length
         )
         assert proposal.logits is not None, "a draft that draws says from what"
-        logits = certain(proposal.logits, proposal.ids, found.tokens)
-        offered = jnp.where(whole, found.offered, proposal.offered)
-        states = PreferringState(lookup=lookup_state, learned=learned_state)
-        return states, cache, Proposal(tokens=proposal.tokens, logits=logits, offered=offered)
+        logits = force_match(proposal.logits, proposal.ids, match.tokens)
+        lengths = jnp.where(is_full, match.lengths, proposal.lengths)
+        combined = CombinedState(lookup=lookup_state, learned=learned_state)
+        return combined, cache, Proposal(tokens=proposal.tokens, logits=logits, lengths=lengths)
 
     def catch_up(
         network: PyTree,
         target: Decoder,
-        state: PreferringState,
+        state: CombinedState,
         cache: KVCache | None,
         context: Context,
-    ) -> tuple[PreferringState, KVCache | None]:
+    ) -> tuple[CombinedState, KVCache | None]:
         learned_state, cache = learned.catch_up(network, target, state.learned, cache, context)
         return state.replace(learned=learned_state), cache
 
-    def commit(state: PreferringState, kept: Kept) -> PreferringState:
-        return PreferringState(
-            lookup=lookup.commit(state.lookup, kept), learned=learned.commit(state.learned, kept)
+    def commit(state: CombinedState, committed: Committed) -> CombinedState:
+        return CombinedState(
+            lookup=lookup.commit(state.lookup, committed),
+            learned=learned.commit(state.learned, committed),
         )
 
     return Draft(
-        length=learned.length,
+        max_length=learned.max_length,
         taps=learned.taps,
-        draws=True,
+        is_stochastic=True,
         empty_cache=learned.empty_cache,
-        start=start,
-        read=read,
+        init_state=init_state,
+        prefill=prefill,
         catch_up=catch_up,
         propose=propose,
         commit=commit,
     )
 
 
-def _check(max_draft_length: int, min_match: int, max_match: int) -> None:
+def _check_limits(max_draft_length: int, min_match: int, max_match: int) -> None:
     if max_draft_length < 1 or not 1 <= min_match <= max_match:
         raise ValueError(
             f"a lookup of {max_draft_length} tokens after {min_match} to {max_match} that match;"
@@ -257,9 +264,9 @@ def _check(max_draft_length: int, min_match: int, max_match: int) -> None:
         )
 
 
-def _without_weights(
+def _weightless_draft(
     max_draft_length: int,
-    start: Callable[..., PyTree],
+    init_state: Callable[..., PyTree],
     propose: Callable[..., tuple[PyTree, None, Proposal]],
 ) -> Draft:
     """A draft that is a function of the context and of what was known before: it has no cache, and
@@ -271,69 +278,75 @@ def _without_weights(
         return state, None
 
     return Draft(
-        length=max_draft_length,
+        max_length=max_draft_length,
         taps=(),
-        draws=False,
+        is_stochastic=False,
         empty_cache=lambda network, rows, positions: None,
-        start=start,
-        read=lambda network, target, state, cache, pieces, features: (state, cache),
+        init_state=init_state,
+        prefill=lambda network, target, state, cache, pieces, features: (state, cache),
         catch_up=catch_up,
         propose=propose,
-        commit=lambda state, kept: state,
+        commit=lambda state, committed: state,
     )
 
 
 def _last_tokens(context: Context, count: int) -> Int[Array, "B N"]:
     """Each row's last tokens, the last one first; -1 before its beginning."""
-    where = context.lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)
-    return jnp.where(where >= 0, context.at(jnp.maximum(where, 0)), -1)
+    positions = context.lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)
+    return jnp.where(positions >= 0, context.tokens_at(jnp.maximum(positions, 0)), -1)
 
 
-def _search(
+def _search_text(
     text: Int[Array, " S"],
-    size: Int[Array, ""],
-    last: Int[Array, " N"],
+    text_length: Int[Array, ""],
+    last_tokens: Int[Array, " N"],
     *,
     length: int,
     min_match: int,
     latest: bool,
-) -> Found:
-    """Where in the first `size` tokens of `text` a token follows the longest run of `last`;
-    compares N shifted copies."""
+) -> Match:
+    """Where in the first `text_length` tokens of `text` a token follows the longest run of
+    `last_tokens`; compares N shifted copies."""
     width = text.shape[0]
-    places = jnp.arange(width, dtype=jnp.int32)
-    following = jnp.clip(size - places, 0, length)
-    agrees, matched = places < size, jnp.zeros_like(places)
-    for back in range(last.shape[0]):
+    positions = jnp.arange(width, dtype=jnp.int32)
+    following_counts = jnp.clip(text_length - positions, 0, length)
+    is_matching, match_lengths = positions < text_length, jnp.zeros_like(positions)
+    for offset in range(last_tokens.shape[0]):
         # -2: before the text, which nothing matches
-        agrees &= jnp.pad(text, (back + 1, 0), constant_values=-2)[:width] == last[back]
-        matched += agrees.astype(jnp.int32)
-    score = jnp.where(matched >= min_match, matched, 0)
+        is_matching &= (
+            jnp.pad(text, (offset + 1, 0), constant_values=-2)[:width] == last_tokens[offset]
+        )
+        match_lengths += is_matching.astype(jnp.int32)
+    score = jnp.where(match_lengths >= min_match, match_lengths, 0)
     if latest:
-        score = jnp.where(score > 0, score * length + following, 0)
-        place = width - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
+        score = jnp.where(score > 0, score * length + following_counts, 0)
+        best_position = width - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
     else:
-        place = jnp.argmax(score).astype(jnp.int32)
-    tokens = jnp.take(text, place + jnp.arange(length, dtype=jnp.int32), mode="clip")
-    return Found(
-        score=score[place], tokens=tokens, offered=jnp.where(score[place] > 0, following[place], 0)
+        best_position = jnp.argmax(score).astype(jnp.int32)
+    tokens = jnp.take(text, best_position + jnp.arange(length, dtype=jnp.int32), mode="clip")
+    return Match(
+        score=score[best_position],
+        tokens=tokens,
+        lengths=jnp.where(score[best_position] > 0, following_counts[best_position], 0),
     )
 
 
-def _ngram(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
-    return ngram(spec.max_length, spec.rule, spec.min_match, spec.max_match, stop_ids)
+def _build_ngram(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
+    return ngram_draft(spec.max_length, spec.rule, spec.min_match, spec.max_match, stop_ids)
 
 
-def _history(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
-    return history(spec.max_length, spec.group_size, spec.min_match, spec.max_match)
+def _build_history(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
+    return history_draft(spec.max_length, spec.group_size, spec.min_match, spec.max_match)
 
 
-_MATCH = frozenset({"rollout.lookup.min_match", "rollout.lookup.max_match"})
-NGRAM = Kind(build=_ngram, settings=_MATCH | {"rollout.lookup.rule"}, lookup="ngram")
+_MATCH_SETTINGS = frozenset({"rollout.lookup.min_match", "rollout.lookup.max_match"})
+NGRAM = Kind(
+    build=_build_ngram, settings=_MATCH_SETTINGS | {"rollout.lookup.rule"}, lookup_name="ngram"
+)
 HISTORY = Kind(
-    build=_history,
-    settings=_MATCH | {"rollout.lookup.past"},
-    lookup="history",
+    build=_build_history,
+    settings=_MATCH_SETTINGS | {"rollout.lookup.past"},
+    lookup_name="history",
     reads_history=True,
-    alone="ngram",
+    single_row_kind="ngram",
 )

@@ -10,16 +10,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.drafts.base import (
+    Committed,
     Context,
     Draft,
-    Export,
-    Files,
-    Kept,
+    DraftFiles,
+    ExportSpec,
     Kind,
     Learned,
+    Log,
     Proposal,
     Sampler,
-    Say,
     Unroll,
     block_positions,
 )
@@ -31,7 +31,7 @@ from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint, st
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.spec import DraftSpec, ModelConfig, ModelSpec
 from jaxspec.kernels.order import order_after, signal_ready
-from jaxspec.mesh import of_any_expert
+from jaxspec.mesh import max_over_experts
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack, Prompts, Tree, pytree
@@ -41,11 +41,11 @@ from jaxspec.state import Pack, Prompts, Tree, pytree
 class ModelState(Tree):
     """How far the draft model has read."""
 
-    read: Int[Array, " B"]
+    cached_length: Int[Array, " B"]
     """Positions before this one are in the cache."""
 
 
-def external(max_draft_length: int) -> Draft:
+def model_draft(max_draft_length: int) -> Draft:
     """A draft of up to `max_draft_length` tokens a round from a `Decoder` that reads the text
     itself and nothing of the target."""
 
@@ -69,67 +69,78 @@ def external(max_draft_length: int) -> Draft:
         # The last token is new. So is the one before it where all drafts were kept: the last of
         # them was drawn, but never read. A row of one token starts with it and reads a position
         # ahead, which the next step overwrites.
-        first = jnp.maximum(context.lengths - 2, 0)
+        pending_start = jnp.maximum(context.lengths - 2, 0)
 
-        def read(start: Int[Array, " B"], count: int, cache: KVCache) -> DecoderOutput:
+        def run_block(start: Int[Array, " B"], count: int, cache: KVCache) -> DecoderOutput:
             positions = block_positions(start, count)
-            return network(context.at(positions), positions, cache)
+            return network(context.tokens_at(positions), positions, cache)
 
-        def read_on(carry: tuple[Int[Array, " B"], KVCache]) -> tuple[Int[Array, " B"], KVCache]:
+        def read_next_block(
+            carry: tuple[Int[Array, " B"], KVCache],
+        ) -> tuple[Int[Array, " B"], KVCache]:
             start, cache = carry
-            return jnp.minimum(start + max_draft_length + 1, first), _cache_of(
-                read(start, max_draft_length + 1, cache).cache
+            return jnp.minimum(start + max_draft_length + 1, pending_start), _require_cache(
+                run_block(start, max_draft_length + 1, cache).cache
             )
 
         # What rounds without drafts committed.
-        start = jnp.minimum(state.read, first)
+        start = jnp.minimum(state.cached_length, pending_start)
         start, cache = lax.while_loop(
-            lambda carry: of_any_expert(jnp.any(carry[0] < first)), read_on, (start, cache)
+            lambda carry: max_over_experts(jnp.any(carry[0] < pending_start)),
+            read_next_block,
+            (start, cache),
         )
         # what tensor peers say now comes after what they said in that loop (`order.py`)
-        first = order_after(first, [signal_ready(start)])
-        forward = read(first, 2, cache)
-        last = (context.lengths - 1)[:, None]
-        hidden = jnp.take_along_axis(forward.hidden, (last - first[:, None])[:, :, None], axis=1)
-        drafted, drawn_from = [], []
+        pending_start = order_after(pending_start, [signal_ready(start)])
+        output = run_block(pending_start, 2, cache)
+        last_position = (context.lengths - 1)[:, None]
+        hidden = jnp.take_along_axis(
+            output.hidden, (last_position - pending_start[:, None])[:, :, None], axis=1
+        )
+        tokens, logits_by_depth = [], []
         for offset in range(length):
             logits = network.logits(hidden)[:, 0]
             token = sample(logits, offset)
-            drafted.append(token)
-            drawn_from.append(logits)
+            tokens.append(token)
+            logits_by_depth.append(logits)
             if offset + 1 < length:
-                forward = network(token[:, None], last + 1 + offset, forward.cache)
-                hidden = forward.hidden
-        count = jnp.full_like(context.lengths, length)
+                output = network(token[:, None], last_position + 1 + offset, output.cache)
+                hidden = output.hidden
+        lengths = jnp.full_like(context.lengths, length)
         proposal = Proposal(
-            tokens=jnp.stack(drafted, axis=1), logits=jnp.stack(drawn_from, axis=1), offered=count
+            tokens=jnp.stack(tokens, axis=1),
+            logits=jnp.stack(logits_by_depth, axis=1),
+            lengths=lengths,
         )
-        return ModelState(read=context.lengths), _cache_of(forward.cache), proposal
+        return ModelState(cached_length=context.lengths), _require_cache(output.cache), proposal
 
-    def commit(state: ModelState, kept: Kept) -> ModelState:
+    def commit(state: ModelState, committed: Committed) -> ModelState:
         # The drafts that were kept stand in the cache, but for the last one of the block; what was
         # not is overwritten before it is seen.
-        drafts = kept.positions.shape[1] - 1
-        return state.replace(read=state.read + jnp.clip(kept.length - 1, 0, max(drafts - 1, 0)))
+        drafts = committed.positions.shape[1] - 1
+        return state.replace(
+            cached_length=state.cached_length
+            + jnp.clip(committed.lengths - 1, 0, max(drafts - 1, 0))
+        )
 
     return Draft(
-        length=max_draft_length,
+        max_length=max_draft_length,
         taps=(),
-        draws=True,
+        is_stochastic=True,
         empty_cache=empty_cache,
-        start=_start,
-        read=_read_along,
+        init_state=_init_state,
+        prefill=_prefill_pieces,
         catch_up=catch_up,
         propose=propose,
         commit=commit,
     )
 
 
-def _start(network: Decoder, target: Decoder, prompts: Prompts) -> ModelState:
-    return ModelState(read=jnp.zeros_like(prompts.lengths))
+def _init_state(network: Decoder, target: Decoder, prompts: Prompts) -> ModelState:
+    return ModelState(cached_length=jnp.zeros_like(prompts.lengths))
 
 
-def _read_along(
+def _prefill_pieces(
     network: Decoder,
     target: Decoder,
     state: ModelState,
@@ -137,11 +148,13 @@ def _read_along(
     pieces: Pieces,
     features: Float[Array, "N T C"],
 ) -> tuple[ModelState, KVCache]:
-    cache = _cache_of(network(pieces.tokens, pieces.positions, cache).cache)
-    return ModelState(read=pieces.put_last(state.read, pieces.positions + 1)), cache
+    cache = _require_cache(network(pieces.tokens, pieces.positions, cache).cache)
+    return ModelState(
+        cached_length=pieces.scatter_last(state.cached_length, pieces.positions + 1)
+    ), cache
 
 
-def _cache_of(cache: KVCache | None) -> KVCache:
+def _require_cache(cache: KVCache | None) -> KVCache:
     assert cache is not None, "a cache that goes in comes back"
     return cache
 
@@ -149,80 +162,84 @@ def _cache_of(cache: KVCache | None) -> KVCache:
 # ---- the kind
 
 
-def _decoder(spec: DraftSpec) -> ModelSpec:
+def _decoder_spec(spec: DraftSpec) -> ModelSpec:
     """That of a loaded model, else of the policy's sizes and family."""
     if spec.decoder is not None:
         return spec.decoder
     return replace(spec.policy, path="", layers=spec.layers, ffn=spec.ffn or spec.policy.ffn)
 
 
-def _check(spec: DraftSpec) -> None:
-    own, vocab = _decoder(spec).vocab, spec.policy.vocab
+def _check_spec(spec: DraftSpec) -> None:
+    draft_vocab, policy_vocab = _decoder_spec(spec).vocab, spec.policy.vocab
     require(
-        own == vocab,
-        f"the draft model's vocabulary is {own} and model.vocab {vocab}; choose a draft that shares"
-        " the policy's",
+        draft_vocab == policy_vocab,
+        f"the draft model's vocabulary is {draft_vocab} and model.vocab {policy_vocab}; choose a"
+        " draft that shares the policy's",
     )
 
 
-def _unrolled(
+def _unroll_hidden(
     network: Decoder, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T 1 D"]:
     """Its own pass: it reads true tokens only, so it has one depth."""
-    return network(pack.tokens, pack.positions, first=pack.first).hidden[:, :, None]
+    return network(pack.tokens, pack.positions, first=pack.text_start).hidden[:, :, None]
 
 
-def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
+def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
     """A small model of its own sizes, whose vocabulary is padded or cut to the policy's."""
-    own = replace(_published(spec), vocab=spec.policy.vocab)
-    return replace(spec, decoder=own, vocab=0, ffn=0)
+    decoder = replace(_stored_spec(spec), vocab=spec.policy.vocab)
+    return replace(spec, decoder=decoder, vocab=0, ffn=0)
 
 
-def _published(spec: DraftSpec) -> ModelSpec:
+def _stored_spec(spec: DraftSpec) -> ModelSpec:
     """The model as its folder has it."""
     policy = spec.policy
     base = ModelConfig(path=spec.path, ignore=policy.ignore, dtype=policy.dtype, remat=policy.remat)
     return load_policy_config(base)
 
 
-def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
-    own, rows = _decoder(spec), _published(spec).vocab
-    check_vocabulary_padding(str(folder), rows, spec.policy.vocab, tokens)
-    open_policy_checkpoint(own, jax.eval_shape(lambda: Decoder(own, jax.random.key(0))), rows)
+def _check_files(spec: DraftSpec, folder: Path, token_count: int) -> None:
+    decoder, stored_rows = _decoder_spec(spec), _stored_spec(spec).vocab
+    check_vocabulary_padding(str(folder), stored_rows, spec.policy.vocab, token_count)
+    open_policy_checkpoint(
+        decoder, jax.eval_shape(lambda: Decoder(decoder, jax.random.key(0))), stored_rows
+    )
 
 
-def _load(spec: DraftSpec, folder: Path, abstract: Decoder) -> Decoder:
-    checkpoint = open_policy_checkpoint(_decoder(spec), abstract, _published(spec).vocab)
+def _load_network(spec: DraftSpec, folder: Path, abstract: Decoder) -> Decoder:
+    checkpoint = open_policy_checkpoint(_decoder_spec(spec), abstract, _stored_spec(spec).vocab)
     return checkpoint.load(lambda _: None)
 
 
-def _export(network: Decoder, wanted: Export) -> Files:
+def _export_files(network: Decoder, export: ExportSpec) -> DraftFiles:
     """Like any policy."""
-    content = policy_config_json(network.config, wanted.dtype.name, wanted.ids)
-    tensors = stream_tensors(policy_mappings(network.config), network, wanted.dtype)
-    return Files(content, list(tensors), tokenizer=True)
+    config = policy_config_json(network.config, export.dtype.name, export.special_tokens)
+    tensors = stream_tensors(policy_mappings(network.config), network, export.dtype)
+    return DraftFiles(config, list(tensors), needs_tokenizer=True)
 
 
 MODEL = Kind(
-    build=lambda spec, stop_ids: external(spec.max_length),
+    build=lambda spec, stop_ids: model_draft(spec.max_length),
     settings=frozenset({"rollout.draft.layers", "model.ignore"}),
-    from_files=frozenset({"rollout.draft.ffn", "rollout.draft.layers"}),
+    file_settings=frozenset({"rollout.draft.ffn", "rollout.draft.layers"}),
     learned=Learned(
-        decoder=_decoder,
-        network=lambda spec, key: Decoder(_decoder(spec), key),
-        check=_check,
-        sizes=lambda network, policy: {"vocabulary": (network.embedding.shape[0], policy.vocab)},
-        reads=lambda length: 2,
+        decoder_spec=_decoder_spec,
+        init_network=lambda spec, key: Decoder(_decoder_spec(spec), key),
+        check_spec=_check_spec,
+        size_pairs=lambda network, policy: {
+            "vocabulary": (network.embedding.shape[0], policy.vocab)
+        },
+        block_size=lambda length: 2,
         unroll=Unroll(
-            depths=lambda steps: 1,
-            before=lambda depths: jnp.zeros((1,), jnp.int32),
-            hidden=_unrolled,
+            depth_count=lambda steps: 1,
+            min_context=lambda depths: jnp.zeros((1,), jnp.int32),
+            hidden_states=_unroll_hidden,
             logits=lambda network, target, hidden: network.logits(hidden),
             vocabulary=lambda network: None,
         ),
-        resolve=_resolve,
-        judge=_judge,
-        load=_load,
-        export=_export,
+        resolve_spec=_resolve_spec,
+        check_files=_check_files,
+        load_network=_load_network,
+        export_files=_export_files,
     ),
 )

@@ -8,8 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.drafts.base import DEEP, Export, Files, Kind, Learned, Repair, Say, Sizes
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.base import (
+    MULTI_DEPTH_SETTINGS,
+    DraftFiles,
+    ExportSpec,
+    Kind,
+    Learned,
+    Log,
+    Repair,
+    SizePairs,
+)
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.drafts.unroll import UNROLL
 from jaxspec.hf.draft_tensors import (
     DRAFT_PATH,
@@ -33,80 +42,82 @@ from jaxspec.hf.tensor_files import (
 )
 from jaxspec.inputs.checked import Unused, require
 from jaxspec.inputs.spec import DraftSpec, ModelSpec
-from jaxspec.mesh import from_host
+from jaxspec.mesh import from_host_values
 from jaxspec.models.mtp import Mtp
 from jaxspec.state import PyTree
 
 
-def _decoder(spec: DraftSpec) -> ModelSpec:
+def _decoder_spec(spec: DraftSpec) -> ModelSpec:
     """Layers of the policy's sizes and family."""
-    own = spec.decoder or replace(spec.policy, path="", ffn=spec.ffn or spec.policy.ffn)
-    return replace(own, layers=spec.layers)
+    decoder = spec.decoder or replace(spec.policy, path="", ffn=spec.ffn or spec.policy.ffn)
+    return replace(decoder, layers=spec.layers)
 
 
-def _check(spec: DraftSpec) -> None:
-    own, wide = _decoder(spec), spec.policy.embed
+def _check_spec(spec: DraftSpec) -> None:
+    decoder, policy_width = _decoder_spec(spec), spec.policy.embed
     require(
-        own.embed == wide,
-        f"the draft's width is {own.embed} and model.embed {wide}; a draft that reads the policy's"
-        " hidden states as they are must be as wide",
+        decoder.embed == policy_width,
+        f"the draft's width is {decoder.embed} and model.embed {policy_width}; a draft that reads"
+        " the policy's hidden states as they are must be as wide",
     )
-    training = (
+    mismatch = (
         f"draft_training.ttt_steps {spec.depths} is less than rollout.draft.layers {spec.layers}"
     )
     require(
         spec.depths == 0 or spec.depths >= spec.layers,
-        f"{training}: the last MTP layers would never learn; raise the first",
+        f"{mismatch}: the last MTP layers would never learn; raise the first",
     )
 
 
-def _sizes(network: Mtp, policy: ModelSpec) -> Sizes:
+def _size_pairs(network: Mtp, policy: ModelSpec) -> SizePairs:
     return {"hidden size": (network.project.shape[-1], policy.embed)}
 
 
 # ---- files
 
 
-def mtp_rows(config: ModelSpec, embedding_first: bool, target_layers: int) -> list[WeightMapping]:
+def mtp_mappings(
+    config: ModelSpec, embedding_first: bool, target_layers: int
+) -> list[WeightMapping]:
     """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding,
     hidden].
 
     DeepSeek numbers them on from the policy's own `target_layers`.
     """
-    mimo = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    tokens, hidden, project, final = (
-        ("enorm", "hnorm", "eh_proj", "shared_head.norm") if embedding_first else mimo
+    mimo_names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    token_norm, hidden_norm, projection, final_norm = (
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm") if embedding_first else mimo_names
     )
-    prefix, first = (
+    prefix, first_layer = (
         ("model.layers.{layer}.", target_layers)
         if embedding_first
         else (f"{MIMO_MTP_PREFIX}{{layer}}.", 0)
     )
-    own = [
-        ("embedding_norm", tokens, "D -> D"),
-        ("hidden_norm", hidden, "D -> D"),
-        ("project", project, "D C -> C D"),
-        ("norm", final, "D -> D"),
+    fields = [
+        ("embedding_norm", token_norm, "D -> D"),
+        ("hidden_norm", hidden_norm, "D -> D"),
+        ("project", projection, "D C -> C D"),
+        ("norm", final_norm, "D -> D"),
     ]
-    rows = [
-        WeightMapping(ours, f"{prefix}{theirs}.weight", layout, first_layer=first)
-        for ours, theirs, layout in own
+    mappings = [
+        WeightMapping(attribute, f"{prefix}{tensor_name}.weight", layout, first_layer=first_layer)
+        for attribute, tensor_name, layout in fields
     ]
-    return rows + layer_mappings("layers.", prefix, config, first_layer=first)
+    return mappings + layer_mappings("layers.", prefix, config, first_layer=first_layer)
 
 
-def mtp_form(names: list[str], target_layers: int) -> tuple[int, bool]:
+def find_mtp_layers(names: list[str], target_layers: int) -> tuple[int, bool]:
     """How many MTP layers there are among a checkpoint's tensor names, and whether they take
     [embedding, hidden]."""
-    for prefix, first, mark, order in (
+    for prefix, first_layer, projection, embedding_first in (
         ("model.mtp_layers.", 0, "input_proj", False),
         ("model.layers.", target_layers, "eh_proj", True),
     ):
         count = 0
-        while f"{prefix}{first + count}.{mark}.weight" in names:
+        while f"{prefix}{first_layer + count}.{projection}.weight" in names:
             count += 1
         if count:
-            return count, order
+            return count, embedding_first
     return 0, True
 
 
@@ -125,48 +136,51 @@ def mtp_arrays(
         policy's own.
     """
     weights = dict(tensors)
-    copies = {name: weights.pop(name) for name in tensors if name.endswith(_COPIES)}
-    _refuse_other_copies(copies, target)
-    return _fitted(config, embedding_first, weights, target_layers, assemble_arrays)
+    copies = {name: weights.pop(name) for name in tensors if name.endswith(_COPY_SUFFIXES)}
+    _check_copies(copies, target)
+    return _fit_tensors(config, embedding_first, weights, target_layers, assemble_arrays)
 
 
-_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+_COPY_SUFFIXES = (".embed_tokens.weight", ".shared_head.head.weight")
 """Ends of the names of tensors that a checkpoint repeats in its MTP layers."""
 
 
-def _refuse_other_copies(copies: NamedArrays, target: NamedArrays) -> None:
-    for name, copy in copies.items():
-        ours = target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
+def _check_copies(copies: NamedArrays, target: NamedArrays) -> None:
+    for name, stored_copy in copies.items():
+        policy_array = (
+            target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
+        )
         require(
-            np.array_equal(copy, ours),
+            np.array_equal(stored_copy, policy_array),
             f"{name} is not the policy's own; MTP layers with an embedding or a head of their own"
             " cannot be loaded",
         )
 
 
-def _fitted(
+def _fit_tensors(
     config: ModelSpec,
     embedding_first: bool,
     weights: Mapping[str, Any],
     target_layers: int,
-    fit: Callable[..., dict[str, Any]],
+    matcher: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """The result of `fit`, `match_tensors` or `assemble_arrays`, for the tensors of MTP layers."""
+    """The result of `matcher` (`match_tensors` or `assemble_arrays`) for the tensors of MTP
+    layers."""
     network = jax.eval_shape(lambda: Mtp(config, jax.random.key(0), config.layers, embedding_first))
-    rows = mtp_rows(config, embedding_first, target_layers)
-    return fit(rows, weights, network, "the checkpoint's MTP part")
+    mappings = mtp_mappings(config, embedding_first, target_layers)
+    return matcher(mappings, weights, network, "the checkpoint's MTP part")
 
 
-def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
+def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
     """Number, order and width of MTP layers, from the names and shapes of their tensors; their
     family is the policy's."""
     tensors, layers = open_tensors(folder), spec.policy.layers
-    count, embedding_first = mtp_form(list(tensors), layers)
-    kinds = (
+    count, embedding_first = find_mtp_layers(list(tensors), layers)
+    supported = (
         "model.mtp_layers.0.* as MiMo names them, or DeepSeek's eh_proj behind the policy's last"
         " layer"
     )
-    require(count > 0, f"{DRAFT_PATH} {folder} has no MTP layers ({kinds})")
+    require(count > 0, f"{DRAFT_PATH} {folder} has no MTP layers ({supported})")
     names = select_mtp_names(list(tensors), layers)
     gates = [tensors[name] for name in names if name.endswith(".gate_proj.weight")]
     for gate in gates:
@@ -181,62 +195,70 @@ def _resolve(spec: DraftSpec, folder: Path, say: Say) -> DraftSpec:
     return replace(spec, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
 
 
-def _tensors(spec: DraftSpec, folder: Path) -> dict[str, StoredTensor]:
+def _open_mtp_tensors(spec: DraftSpec, folder: Path) -> dict[str, StoredTensor]:
     tensors = open_tensors(folder)
-    own = {name: tensors[name] for name in select_mtp_names(list(tensors), spec.policy.layers)}
-    refuse_quantized(folder, own)
-    return own
+    mtp_tensors = {
+        name: tensors[name] for name in select_mtp_names(list(tensors), spec.policy.layers)
+    }
+    refuse_quantized(folder, mtp_tensors)
+    return mtp_tensors
 
 
-def _judge(spec: DraftSpec, folder: Path, tokens: int) -> None:
-    own = _tensors(spec, folder)
-    check_tensor_headers(own)
-    copies = {name: own.pop(name) for name in list(own) if name.endswith(_COPIES)}
-    _refuse_other_copies(
+def _check_files(spec: DraftSpec, folder: Path, token_count: int) -> None:
+    tensors = _open_mtp_tensors(spec, folder)
+    check_tensor_headers(tensors)
+    copies = {name: tensors.pop(name) for name in list(tensors) if name.endswith(_COPY_SUFFIXES)}
+    _check_copies(
         {name: tensor.read() for name, tensor in copies.items()},
         load_policy_embeddings(spec, bool(copies)),
     )
-    _fitted(_decoder(spec), spec.embedding_first, own, spec.policy.layers, match_tensors)
-
-
-def _load(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
-    own, layers = load_tensors(_tensors(spec, folder)), spec.policy.layers
-    copies = any(name.endswith(_COPIES) for name in own)
-    arrays = mtp_arrays(
-        _decoder(spec), spec.embedding_first, own, load_policy_embeddings(spec, copies), layers
+    _fit_tensors(
+        _decoder_spec(spec), spec.embedding_first, tensors, spec.policy.layers, match_tensors
     )
-    return jax.tree.map(from_host, abstract, replace_leaves(abstract, arrays))
 
 
-def _export(network: Mtp, wanted: Export) -> Files:
+def _load_network(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
+    tensors, layers = load_tensors(_open_mtp_tensors(spec, folder)), spec.policy.layers
+    has_copies = any(name.endswith(_COPY_SUFFIXES) for name in tensors)
+    arrays = mtp_arrays(
+        _decoder_spec(spec),
+        spec.embedding_first,
+        tensors,
+        load_policy_embeddings(spec, has_copies),
+        layers,
+    )
+    return jax.tree.map(from_host_values, abstract, replace_leaves(abstract, arrays))
+
+
+def _export_files(network: Mtp, export: ExportSpec) -> DraftFiles:
     """A folder of their own, or among a MiMo policy's tensors, where MiMo itself has them."""
-    rows = mtp_rows(network.config, network.embedding_first, wanted.policy.layers)
-    tensors = cast_tensors(export_tensors(rows, network), wanted.dtype)
-    count = {"num_nextn_predict_layers": network.depth}
-    if wanted.policy.family.model_type == "mimo" and not network.embedding_first:
-        return Files(count, tensors, with_policy=True)
-    return Files(policy_config_json(network.config, wanted.dtype.name, count), tensors)
+    mappings = mtp_mappings(network.config, network.embedding_first, export.policy.layers)
+    tensors = cast_tensors(export_tensors(mappings, network), export.dtype)
+    mtp_config = {"num_nextn_predict_layers": network.depth}
+    if export.policy.family.model_type == "mimo" and not network.embedding_first:
+        return DraftFiles(mtp_config, tensors, merge_with_policy=True)
+    return DraftFiles(policy_config_json(network.config, export.dtype.name, mtp_config), tensors)
 
 
-def _repairs(network: Mtp, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:
-    order, name = (
+def _list_repairs(network: Mtp, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:
+    order, owner = (
         ("[hidden, embedding]", "MiMo's")
         if network.embedding_first
         else ("[embedding, hidden]", "DeepSeek's")
     )
-    other = jax.tree.map(lambda leaf: leaf, network)
-    other.embedding_first = not network.embedding_first
-    mend = f"{name} names for its tensors, from which the order follows"
-    yield Repair(f"its layers read {order}", mend, other, taps)
+    variant = jax.tree.map(lambda leaf: leaf, network)
+    variant.embedding_first = not network.embedding_first
+    remedy = f"{owner} names for its tensors, from which the order follows"
+    yield Repair(f"its layers read {order}", remedy, variant, taps)
 
 
 MTP = Kind(
-    build=lambda spec, stop_ids: recurrent(spec.max_length, depth=spec.layers),
-    settings=DEEP | {"rollout.draft.layers", "rollout.draft.embedding_first"},
-    from_files=frozenset(
+    build=lambda spec, stop_ids: recurrent_draft(spec.max_length, depth=spec.layers),
+    settings=MULTI_DEPTH_SETTINGS | {"rollout.draft.layers", "rollout.draft.embedding_first"},
+    file_settings=frozenset(
         {"rollout.draft.ffn", "rollout.draft.layers", "rollout.draft.embedding_first"}
     ),
-    unused=(
+    unused_rules=(
         Unused(
             "rollout.draft.layers",
             "rollout.draft.draft_length {c.rollout.draft.draft_length}, whose tokens the first"
@@ -249,17 +271,19 @@ MTP = Kind(
         ),
     ),
     learned=Learned(
-        decoder=_decoder,
-        network=lambda spec, key: Mtp(_decoder(spec), key, spec.layers, spec.embedding_first),
-        check=_check,
-        sizes=_sizes,
-        reads=lambda length: length + 1,
+        decoder_spec=_decoder_spec,
+        init_network=lambda spec, key: Mtp(
+            _decoder_spec(spec), key, spec.layers, spec.embedding_first
+        ),
+        check_spec=_check_spec,
+        size_pairs=_size_pairs,
+        block_size=lambda length: length + 1,
         unroll=UNROLL,
-        resolve=_resolve,
-        judge=_judge,
-        load=_load,
-        export=_export,
-        repairs=_repairs,
-        native=lambda names, layers: mtp_form(names, layers)[0],
+        resolve_spec=_resolve_spec,
+        check_files=_check_files,
+        load_network=_load_network,
+        export_files=_export_files,
+        list_repairs=_list_repairs,
+        count_native_layers=lambda names, layers: find_mtp_layers(names, layers)[0],
     ),
 )

@@ -14,38 +14,40 @@ class Pieces(NamedTuple):
 
     tokens: Int[Array, "N T"]
     positions: Int[Array, "N T"]
-    text: Int[Array, " N"]
+    text_indices: Int[Array, " N"]
     """Text of each piece, ascending; H: none."""
-    length: Int[Array, " N"]
+    lengths: Int[Array, " N"]
     """Positions to read; the others of the piece are padding."""
 
-    def shift(self, values: Float[Array, "N T C"], before: Float[Array, "H C"]) -> Array:
+    def shift_values(
+        self, values: Float[Array, "N T C"], prior_values: Float[Array, "H C"]
+    ) -> Array:
         """Returns the value of the preceding position, for each position.
 
-        The first piece of a text takes it from `before`. Position 0 has none and gets zeros.
+        The first piece of a text takes it from `prior_values`. Position 0 has none and gets zeros.
         """
-        first = jnp.where(
-            self._follows()[:, None],
-            jnp.roll(self.at_last(values), 1, axis=0),
-            jnp.take(before, self.text, axis=0, mode="clip"),
+        first_values = jnp.where(
+            self._continues_text()[:, None],
+            jnp.roll(self.gather_last(values), 1, axis=0),
+            jnp.take(prior_values, self.text_indices, axis=0, mode="clip"),
         )
-        shifted = jnp.concatenate([first[:, None], values[:, :-1]], axis=1)
+        shifted = jnp.concatenate([first_values[:, None], values[:, :-1]], axis=1)
         return jnp.where((self.positions > 0)[:, :, None], shifted, 0)
 
-    def put_last(
+    def scatter_last(
         self, leaf: Num[Array, "H ..."], values: Num[Array, "N T ..."]
     ) -> Num[Array, "H ..."]:
         """Sets each text's entry to the value of its last position in this pass."""
-        followed = jnp.roll(self._follows(), -1)
-        text = jnp.where((self.length > 0) & ~followed, self.text, len(leaf))
-        return leaf.at[text].set(self.at_last(values), mode="drop")
+        is_continued = jnp.roll(self._continues_text(), -1)
+        text_indices = jnp.where((self.lengths > 0) & ~is_continued, self.text_indices, len(leaf))
+        return leaf.at[text_indices].set(self.gather_last(values), mode="drop")
 
-    def at_last(self, values: Num[Array, "N T ..."]) -> Num[Array, "N ..."]:
+    def gather_last(self, values: Num[Array, "N T ..."]) -> Num[Array, "N ..."]:
         """Returns the value of each piece's last position."""
-        last = jnp.maximum(self.length - 1, 0)
-        return values[jnp.arange(len(last), dtype=jnp.int32), last]
+        last_positions = jnp.maximum(self.lengths - 1, 0)
+        return values[jnp.arange(len(last_positions), dtype=jnp.int32), last_positions]
 
-    def _follows(self) -> Bool[Array, " N"]:
+    def _continues_text(self) -> Bool[Array, " N"]:
         """Whether the piece before is of the same text; never for the first one."""
-        same = (self.text == jnp.roll(self.text, 1)) & (self.length > 0)
-        return same & (jnp.arange(len(self.text), dtype=jnp.int32) > 0)
+        same_text = (self.text_indices == jnp.roll(self.text_indices, 1)) & (self.lengths > 0)
+        return same_text & (jnp.arange(len(self.text_indices), dtype=jnp.int32) > 0)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler, block_positions
 from jaxspec.drafts.pieces import Pieces
 from jaxspec.kernels.visible import AttentionMask
-from jaxspec.mesh import of_any_expert
+from jaxspec.mesh import max_over_experts
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.cache import KVCache, locate_block, write_block
 from jaxspec.models.contiguous import empty_cache
@@ -32,17 +32,18 @@ class RecurrentState(Tree):
     """
 
     features: Float[Array, "B K1 C"]
-    """The target's, at the pending positions: from `first` to the last whose next token is
+    """The target's, at the pending positions: from `first_position` to the last whose next token is
     committed."""
-    first: Int[Array, " B"]
-    before: Float[Array, "B N1 D"]
-    """Outputs of all turns but the last at the position before `first`; zeros where there is
-    none."""
-    ends: Float[Array, "B N1 D"]
-    """Outputs of the same turns at the last position that was read: `before` of the next block."""
+    first_position: Int[Array, " B"]
+    prior_outputs: Float[Array, "B N1 D"]
+    """Outputs of all turns but the last at the position before `first_position`; zeros where there
+    is none."""
+    last_outputs: Float[Array, "B N1 D"]
+    """Outputs of the same turns at the last position that was read: `prior_outputs` of the next
+    block."""
 
 
-def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
+def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
     """A draft of up to `max_draft_length` tokens a round from a network that runs a stack of
     layers in each of `depth` turns.
 
@@ -52,7 +53,7 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
     each of its layers.
     """
 
-    def empty(network: Network, rows: int, positions: int) -> KVCache:
+    def make_cache(network: Network, rows: int, positions: int) -> KVCache:
         config = network.config
         return empty_cache(
             depth * network.stack,
@@ -67,7 +68,7 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
     ) -> tuple[RecurrentState, KVCache]:
         # leaves room for the position that the round commits
-        return _within(max_draft_length, depth, network, target, state, cache, context)
+        return _limit_pending(max_draft_length, depth, network, target, state, cache, context)
 
     def propose(
         network: Network,
@@ -79,94 +80,104 @@ def recurrent(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1)
         length: int,
     ) -> tuple[RecurrentState, KVCache, Proposal]:
         if length < max_draft_length:
-            state, cache = _within(length + 1, depth, network, target, state, cache, context)
-        positions = block_positions(state.first, length + 1)
-        embedded = network.embed_tokens(target, context.at(positions + 1))
+            state, cache = _limit_pending(length + 1, depth, network, target, state, cache, context)
+        positions = block_positions(state.first_position, length + 1)
+        embedded = network.embed_tokens(target, context.tokens_at(positions + 1))
         block = state.features[:, : length + 1]
-        cache, outputs = _read(network, cache, _after(state), block, embedded, positions, depth)
-        # none in a row of one token: it has nothing to draft from
-        pending = _pending(state, context)
-        last = jnp.maximum(pending - 1, 0)
-        at_last = [jnp.take_along_axis(output, last[:, None, None], axis=1) for output in outputs]
-        ends = jnp.where(
-            (pending > 0)[:, None, None],
-            jnp.concatenate([state.ends[:, :0], *at_last[:-1]], axis=1),
-            state.ends,
+        cache, outputs = _read_block(
+            network, cache, _pending_shift(state), block, embedded, positions, depth
         )
-        hidden, last_position = at_last[0], (state.first + last)[:, None]
+        # none in a row of one token: it has nothing to draft from
+        pending_count = _count_pending(state, context)
+        last_pending = jnp.maximum(pending_count - 1, 0)
+        outputs_at_last = [
+            jnp.take_along_axis(output, last_pending[:, None, None], axis=1) for output in outputs
+        ]
+        last_outputs = jnp.where(
+            (pending_count > 0)[:, None, None],
+            jnp.concatenate([state.last_outputs[:, :0], *outputs_at_last[:-1]], axis=1),
+            state.last_outputs,
+        )
+        hidden, last_position = outputs_at_last[0], (state.first_position + last_pending)[:, None]
         ids = None if network.vocabulary is None else network.vocabulary[...]
-        drafted, drawn_from = [], []
+        tokens, logits_by_depth = [], []
         for offset in range(length):
             logits = network.logits(target, hidden)[:, 0]
             token = sample(logits, offset, ids)
-            drafted.append(token)
-            drawn_from.append(logits)
+            tokens.append(token)
+            logits_by_depth.append(logits)
             if offset + 1 < length:
                 step = offset + 1
                 # what other turns drafted is stale in its layers
-                visible = AttentionMask(step % depth, last_position, last_position + step, depth)
-                cache, hidden = _turn(
+                mask = AttentionMask(step % depth, last_position, last_position + step, depth)
+                cache, hidden = _run_stack(
                     network,
                     step % depth,
                     cache,
                     hidden,
                     network.embed_tokens(target, token[:, None]),
                     last_position + step,
-                    visible,
+                    mask,
                 )
-        count = jnp.where(pending > 0, length, 0).astype(jnp.int32)
-        proposal = Proposal(jnp.stack(drafted, axis=1), jnp.stack(drawn_from, axis=1), count, ids)
-        return state.replace(ends=ends), cache, proposal
+        lengths = jnp.where(pending_count > 0, length, 0).astype(jnp.int32)
+        proposal = Proposal(
+            jnp.stack(tokens, axis=1), jnp.stack(logits_by_depth, axis=1), lengths, ids
+        )
+        return state.replace(last_outputs=last_outputs), cache, proposal
 
-    def commit(state: RecurrentState, kept: Kept) -> RecurrentState:
+    def commit(state: RecurrentState, committed: Committed) -> RecurrentState:
         # a row that kept nothing (it had ended) keeps its pending block too
-        went_on = kept.length > 0
-        if kept.positions.shape[1] == 1:
-            return _appended(state, kept, went_on)
-        padding = max_draft_length + 1 - kept.positions.shape[1]
+        has_committed = committed.lengths > 0
+        if committed.positions.shape[1] == 1:
+            return _append_position(state, committed, has_committed)
+        padding = max_draft_length + 1 - committed.positions.shape[1]
         return state.replace(
             features=jnp.where(
-                went_on[:, None, None],
-                jnp.pad(kept.features, ((0, 0), (0, padding), (0, 0))),
+                has_committed[:, None, None],
+                jnp.pad(committed.features, ((0, 0), (0, padding), (0, 0))),
                 state.features,
             ),
-            first=jnp.where(went_on, kept.positions[:, 0], state.first),
-            before=jnp.where(went_on[:, None, None], state.ends, state.before),
+            first_position=jnp.where(
+                has_committed, committed.positions[:, 0], state.first_position
+            ),
+            prior_outputs=jnp.where(
+                has_committed[:, None, None], state.last_outputs, state.prior_outputs
+            ),
         )
 
     return Draft(
-        length=max_draft_length,
+        max_length=max_draft_length,
         taps=taps,
-        draws=True,
-        empty_cache=empty,
-        start=partial(_start, max_draft_length, max(1, len(taps)), depth),
-        read=partial(_read_along, depth),
+        is_stochastic=True,
+        empty_cache=make_cache,
+        init_state=partial(_init_state, max_draft_length, max(1, len(taps)), depth),
+        prefill=partial(_prefill_pieces, depth),
         catch_up=catch_up,
         propose=propose,
         commit=commit,
     )
 
 
-def _start(
+def _init_state(
     max_draft_length: int,
-    features: int,
+    feature_count: int,
     depth: int,
     network: Network,
     target: Decoder,
     prompts: Prompts,
 ) -> RecurrentState:
     rows, dtype = len(prompts.tokens), target.norm[...].dtype
-    width = features * target.config.embed
+    width = feature_count * target.config.embed
     outputs = jnp.zeros((rows, depth - 1, network.config.embed), dtype)
     return RecurrentState(
         features=jnp.zeros((rows, max_draft_length + 1, width), dtype),
-        first=jnp.zeros((rows,), jnp.int32),
-        before=outputs,
-        ends=outputs,
+        first_position=jnp.zeros((rows,), jnp.int32),
+        prior_outputs=outputs,
+        last_outputs=outputs,
     )
 
 
-def _read_along(
+def _prefill_pieces(
     depth: int,
     network: Network,
     target: Decoder,
@@ -178,35 +189,39 @@ def _read_along(
     # A position reads the token after it, so each piece is read from the position before it on.
     positions = pieces.positions - 1
     embedded = network.embed_tokens(target, pieces.tokens)
-    pending = pieces.shift(features, state.features[:, 0])
+    prior_features = pieces.shift_values(features, state.features[:, 0])
 
-    def move(turn: int, outputs: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
-        moved = pieces.shift(outputs, state.before[:, turn - 1])
+    def shift_outputs(stack_index: int, outputs: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
+        shifted = pieces.shift_values(outputs, state.prior_outputs[:, stack_index - 1])
         # what stands before a text sees nothing, and its output is NaN
-        return jnp.where((positions > 0)[:, :, None], moved, 0)
+        return jnp.where((positions > 0)[:, :, None], shifted, 0)
 
-    cache, outputs = _read(network, cache, move, pending, embedded, positions, depth)
-    before = state.before
-    for turn, output in enumerate(outputs[:-1]):
-        whole = jnp.where((positions >= 0)[:, :, None], output, 0)
-        before = before.at[:, turn].set(pieces.put_last(before[:, turn], whole))
-    pending = pieces.put_last(state.features[:, 0], features)
-    read = state.replace(
-        features=state.features.at[:, 0].set(pending),
-        # read again by the next round, as its pending block
-        first=pieces.put_last(state.first, pieces.positions),
-        before=before,
-        ends=before,
+    cache, outputs = _read_block(
+        network, cache, shift_outputs, prior_features, embedded, positions, depth
     )
-    return read, cache
+    prior_outputs = state.prior_outputs
+    for stack_index, output in enumerate(outputs[:-1]):
+        valid_output = jnp.where((positions >= 0)[:, :, None], output, 0)
+        prior_outputs = prior_outputs.at[:, stack_index].set(
+            pieces.scatter_last(prior_outputs[:, stack_index], valid_output)
+        )
+    prior_features = pieces.scatter_last(state.features[:, 0], features)
+    new_state = state.replace(
+        features=state.features.at[:, 0].set(prior_features),
+        # read again by the next round, as its pending block
+        first_position=pieces.scatter_last(state.first_position, pieces.positions),
+        prior_outputs=prior_outputs,
+        last_outputs=prior_outputs,
+    )
+    return new_state, cache
 
 
-def _pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
+def _count_pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
     """Positions that each row has yet to read; below 1 where there is nothing to read."""
-    return context.lengths - 1 - state.first
+    return context.lengths - 1 - state.first_position
 
 
-def _within(
+def _limit_pending(
     limit: int,
     depth: int,
     network: Network,
@@ -219,73 +234,81 @@ def _within(
     are read, in all rows."""
     width = state.features.shape[1]
 
-    def read(
+    def read_all_but_last(
         carry: tuple[RecurrentState, KVCache, Bool[Array, ""]],
     ) -> tuple[RecurrentState, KVCache, Bool[Array, ""]]:
         state, cache, _ = carry
-        positions = block_positions(state.first, width)
-        embedded = network.embed_tokens(target, context.at(positions + 1))
-        cache, outputs = _read(
-            network, cache, _after(state), state.features, embedded, positions, depth
+        positions = block_positions(state.first_position, width)
+        embedded = network.embed_tokens(target, context.tokens_at(positions + 1))
+        cache, outputs = _read_block(
+            network, cache, _pending_shift(state), state.features, embedded, positions, depth
         )
         return (
-            _moved_on(state, outputs, jnp.clip(_pending(state, context) - 1, 0, width - 1)),
+            _advance_state(
+                state, outputs, jnp.clip(_count_pending(state, context) - 1, 0, width - 1)
+            ),
             cache,
             jnp.zeros((), bool),
         )
 
     # At most one turn: a `cond` would copy the cache.
-    needed = of_any_expert(jnp.any(_pending(state, context) > limit))
-    state, cache, _ = lax.while_loop(lambda carry: carry[2], read, (state, cache, needed))
+    needs_reading = max_over_experts(jnp.any(_count_pending(state, context) > limit))
+    state, cache, _ = lax.while_loop(
+        lambda carry: carry[2], read_all_but_last, (state, cache, needs_reading)
+    )
     return state, cache
 
 
-def _moved_on(
+def _advance_state(
     state: RecurrentState, outputs: list[Float[Array, "B T D"]], count: Int[Array, " B"]
 ) -> RecurrentState:
     """The state after its first `count` pending positions, at which each turn gave `outputs`."""
-    width, at_last = state.features.shape[1], jnp.maximum(count - 1, 0)[:, None, None]
-    places = jnp.minimum(block_positions(count, width), width - 1)
-    before = [jnp.take_along_axis(output, at_last, axis=1) for output in outputs[:-1]]
+    width, last_read = state.features.shape[1], jnp.maximum(count - 1, 0)[:, None, None]
+    kept_indices = jnp.minimum(block_positions(count, width), width - 1)
+    prior_outputs = [jnp.take_along_axis(output, last_read, axis=1) for output in outputs[:-1]]
     return state.replace(
-        features=jnp.take_along_axis(state.features, places[:, :, None], axis=1),
-        first=state.first + count,
-        before=jnp.where(
+        features=jnp.take_along_axis(state.features, kept_indices[:, :, None], axis=1),
+        first_position=state.first_position + count,
+        prior_outputs=jnp.where(
             (count > 0)[:, None, None],
-            jnp.concatenate([state.before[:, :0], *before], axis=1),
-            state.before,
+            jnp.concatenate([state.prior_outputs[:, :0], *prior_outputs], axis=1),
+            state.prior_outputs,
         ),
     )
 
 
-def _appended(state: RecurrentState, kept: Kept, went_on: Bool[Array, " B"]) -> RecurrentState:
+def _append_position(
+    state: RecurrentState, committed: Committed, has_committed: Bool[Array, " B"]
+) -> RecurrentState:
     """The state with one position more to read, for which `catch_up` made room."""
     width = state.features.shape[1]
     # beyond the buffer: dropped
-    place = jnp.where(went_on, kept.positions[:, 0] - state.first, width)
-    rows = jnp.arange(len(place), dtype=jnp.int32)
+    index = jnp.where(has_committed, committed.positions[:, 0] - state.first_position, width)
+    rows = jnp.arange(len(index), dtype=jnp.int32)
     return state.replace(
-        features=state.features.at[rows, place].set(kept.features[:, 0], mode="drop")
+        features=state.features.at[rows, index].set(committed.features[:, 0], mode="drop")
     )
 
 
-Move = Callable[[int, Float[Array, "B T D"]], Float[Array, "B T D"]]
+ShiftOutputs = Callable[[int, Float[Array, "B T D"]], Float[Array, "B T D"]]
 """(turn, outputs of the turn before) -> its outputs at each preceding position."""
 
 
-def _after(state: RecurrentState) -> Move:
+def _pending_shift(state: RecurrentState) -> ShiftOutputs:
     """Moves outputs one position up, behind those of the position before the pending block."""
 
-    def move(turn: int, outputs: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return jnp.concatenate([state.before[:, turn - 1, None], outputs[:, :-1]], axis=1)
+    def shift_outputs(stack_index: int, outputs: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return jnp.concatenate(
+            [state.prior_outputs[:, stack_index - 1, None], outputs[:, :-1]], axis=1
+        )
 
-    return move
+    return shift_outputs
 
 
-def _read(
+def _read_block(
     network: Network,
     cache: KVCache,
-    move: Move,
+    shift_outputs: ShiftOutputs,
     features: Float[Array, "B T C"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
@@ -293,30 +316,30 @@ def _read(
 ) -> tuple[KVCache, list[Float[Array, "B T D"]]]:
     """Reads a block with true features in all turns; returns each turn's outputs."""
     hidden, outputs = network.to_hidden(features), []
-    for turn in range(depth):
-        if turn > 0:
-            hidden = move(turn, hidden)
-        # of the last `turn` positions, only the own one is right in its layers
-        visible = AttentionMask(turn, positions - turn, positions, depth)
-        cache, hidden = _turn(network, turn, cache, hidden, embedded, positions, visible)
+    for stack_index in range(depth):
+        if stack_index > 0:
+            hidden = shift_outputs(stack_index, hidden)
+        # of the last `stack_index` positions, only the own one is right in its layers
+        mask = AttentionMask(stack_index, positions - stack_index, positions, depth)
+        cache, hidden = _run_stack(network, stack_index, cache, hidden, embedded, positions, mask)
         outputs.append(hidden)
     return cache, outputs
 
 
-def _turn(
+def _run_stack(
     network: Network,
-    turn: int,
+    stack_index: int,
     cache: KVCache,
     hidden: Float[Array, "B T D"],
     embedded: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    visible: AttentionMask,
+    mask: AttentionMask,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
     """Runs the layers of one turn; a row's cache is numbered by position."""
-    places = locate_block(cache, positions)
-    for layer in range(turn * network.stack, (turn + 1) * network.stack):
+    addresses = locate_block(cache, positions)
+    for layer in range(stack_index * network.stack, (stack_index + 1) * network.stack):
         heads = network.attention_inputs(layer, hidden, embedded, positions)
-        cache = write_block(cache, layer, places, heads.key, heads.value)
-        attended = attend_cache(heads.query, cache, layer, visible)
-        hidden = network.layer_output(layer, heads.residual, attended)
+        cache = write_block(cache, layer, addresses, heads.key, heads.value)
+        attention = attend_cache(heads.query, cache, layer, mask)
+        hidden = network.layer_output(layer, heads.residual, attention)
     return cache, hidden

@@ -16,7 +16,7 @@ from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack
 
 
-class _KeysValues(NamedTuple):
+class _KeyValues(NamedTuple):
     """Keys and values of one layer, at positions or of entries."""
 
     key: Float[Array, "B T M H"]
@@ -31,15 +31,15 @@ class _Entries(NamedTuple):
     """Of the token that it reads at each depth."""
     positions: Int[Array, "B T"]
     """Places in their own text."""
-    first: Int[Array, "B T"]
+    text_starts: Int[Array, "B T"]
     """Where in the sequence that text starts."""
-    place: Int[Array, "B T"]
+    indices: Int[Array, "B T"]
     """Where in the sequence they stand themselves."""
-    own: dict[int, list[_KeysValues]]
+    deep_states: dict[int, list[_KeyValues]]
     """Their deeper states, by layer."""
 
 
-def unrolled(
+def unroll_hidden(
     network: Network, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T A D"]:
     """What the draft's head reads, by depth, at the position whose label it then predicts.
@@ -63,106 +63,124 @@ def unrolled(
     embedded = network.embed_tokens(target, pack.tokens).astype(features.dtype)
     # Entry t stands at slot t+depth, reads token t+1+depth and predicts the label of t+1+depth, as
     # the target does there.
-    reads = jnp.stack([_earlier(embedded, depth + 1) for depth in range(depths)], axis=2)
-    place = jnp.broadcast_to(jnp.arange(pack.tokens.shape[1], dtype=jnp.int32), pack.tokens.shape)
-    entries = _Entries(network.to_hidden(features), reads, pack.positions, pack.first, place, {})
+    token_inputs = jnp.stack([_shift_left(embedded, depth + 1) for depth in range(depths)], axis=2)
+    indices = jnp.broadcast_to(jnp.arange(pack.tokens.shape[1], dtype=jnp.int32), pack.tokens.shape)
+    entries = _Entries(
+        network.to_hidden(features), token_inputs, pack.positions, pack.text_start, indices, {}
+    )
     # Each turn's first depth gives the keys that its others attend to; later ones give none, so
     # that they need not be run where no label is learnt.
     shallow = min(depths, network.depth)
-    true: dict[int, _KeysValues] = {}
-    outputs, entries, true = _run(network, true, entries, range(shallow))
+    true_states: dict[int, _KeyValues] = {}
+    outputs, entries, true_states = _run_depths(network, true_states, entries, range(shallow))
     if depths > shallow:
-        deep = range(shallow, depths)
+        deep_depths = range(shallow, depths)
 
-        def deeper(networks: Any, *leaves: Array) -> Float[Array, "B T A D"]:
-            network, true = networks
-            entries = jax.tree.unflatten(form, leaves)
-            return jnp.stack(_run(network, true, entries, deep)[0], axis=2)
+        def run_deep(networks: Any, *leaves: Array) -> Float[Array, "B T A D"]:
+            network, true_states = networks
+            entries = jax.tree.unflatten(structure, leaves)
+            return jnp.stack(_run_depths(network, true_states, entries, deep_depths)[0], axis=2)
 
-        leaves, form = jax.tree.flatten(entries)
-        wanted = jnp.any(jnp.stack([_earlier(pack.chosen, depth + 1) for depth in deep]), axis=0)
-        width = (3 * network.config.ffn + 4 * network.config.embed) * network.stack * len(deep)
+        leaves, structure = jax.tree.flatten(entries)
+        mask = jnp.any(
+            jnp.stack([_shift_left(pack.loss_mask, depth + 1) for depth in deep_depths]), axis=0
+        )
+        width = (
+            (3 * network.config.ffn + 4 * network.config.embed) * network.stack * len(deep_depths)
+        )
         if network.config.family.experts:  # for which devices exchange tokens, all at once
-            found = deeper((network, true), *leaves)
+            deep_outputs = run_deep((network, true_states), *leaves)
         else:
-            found = map_masked(deeper, (network, true), width, *leaves, mask=wanted)
-        outputs += [found[:, :, number] for number in range(len(deep))]
-    return jnp.stack([_later(hidden, depth + 1) for depth, hidden in enumerate(outputs)], axis=2)
+            deep_outputs = map_masked(run_deep, (network, true_states), width, *leaves, mask=mask)
+        outputs += [deep_outputs[:, :, index] for index in range(len(deep_depths))]
+    return jnp.stack(
+        [_shift_right(hidden, depth + 1) for depth, hidden in enumerate(outputs)], axis=2
+    )
 
 
-def _run(
-    network: Network, true: dict[int, _KeysValues], entries: _Entries, depths: range
-) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _KeysValues]]:
+def _run_depths(
+    network: Network, true_states: dict[int, _KeyValues], entries: _Entries, depths: range
+) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _KeyValues]]:
     """Runs entries through some depths: what they give by depth, the entries after the last one,
     and the true keys and values by layer, with those that the depths add."""
-    hidden, own, true, outputs = entries.hidden, dict(entries.own), dict(true), []
+    hidden, deep_states, true_states, outputs = (
+        entries.hidden,
+        dict(entries.deep_states),
+        dict(true_states),
+        [],
+    )
     for depth in depths:
-        turn = depth % network.depth
-        for layer in range(turn * network.stack, (turn + 1) * network.stack):
+        stack_index = depth % network.depth
+        for layer in range(stack_index * network.stack, (stack_index + 1) * network.stack):
             heads = network.attention_inputs(
                 layer, hidden, entries.embedded[:, :, depth], entries.positions + depth
             )
-            seen = _KeysValues(heads.key, heads.value)
-            if depth == turn:
-                true[layer], own[layer] = seen, []
+            key_values = _KeyValues(heads.key, heads.value)
+            if depth == stack_index:
+                true_states[layer], deep_states[layer] = key_values, []
             if depth:
-                own[layer] = [*own[layer], seen]
-            last = entries.place - turn
-            attended = _attend_diagonal(heads.query, true[layer], own[layer], entries.first, last)
-            hidden = network.layer_output(layer, heads.residual, attended)
+                deep_states[layer] = [*deep_states[layer], key_values]
+            last = entries.indices - stack_index
+            attention = _attend_diagonal(
+                heads.query, true_states[layer], deep_states[layer], entries.text_starts, last
+            )
+            hidden = network.layer_output(layer, heads.residual, attention)
         outputs.append(hidden)
-    return outputs, entries._replace(hidden=hidden, own=own), true
+    return outputs, entries._replace(hidden=hidden, deep_states=deep_states), true_states
 
 
-def _earlier(array: Shaped[Array, "B T ..."], by: int) -> Shaped[Array, "B T ..."]:
-    """Position t gets what stood at t + by; zeros come in at the end."""
-    sides = [(0, 0), (0, min(by, array.shape[1]))] + [(0, 0)] * (array.ndim - 2)
-    return jnp.pad(array[:, by:], sides)
+def _shift_left(array: Shaped[Array, "B T ..."], offset: int) -> Shaped[Array, "B T ..."]:
+    """Position t gets what stood at t + offset; zeros come in at the end."""
+    sides = [(0, 0), (0, min(offset, array.shape[1]))] + [(0, 0)] * (array.ndim - 2)
+    return jnp.pad(array[:, offset:], sides)
 
 
-def _later(array: Float[Array, "B T D"], by: int) -> Float[Array, "B T D"]:
-    """Position t gets what stood at t - by; zeros come in at the start."""
+def _shift_right(array: Float[Array, "B T D"], offset: int) -> Float[Array, "B T D"]:
+    """Position t gets what stood at t - offset; zeros come in at the start."""
     return jnp.pad(
-        array[:, : max(array.shape[1] - by, 0)], ((0, 0), (min(by, array.shape[1]), 0), (0, 0))
+        array[:, : max(array.shape[1] - offset, 0)],
+        ((0, 0), (min(offset, array.shape[1]), 0), (0, 0)),
     )
 
 
 def _attend_diagonal(
     query: Float[Array, "B T N H"],
-    true: _KeysValues,
-    own: list[_KeysValues],
+    true_states: _KeyValues,
+    deep_states: list[_KeyValues],
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
     """Joint softmax over the true entries from `first` to `last`, and the own states of each entry
     alone: merged by log-sum-exp."""
-    attended, total = attend_visible(query, true.key, true.value, first, last)
-    if not own:
-        return attended
-    rows, length, count, size = query.shape
-    grouped = query.reshape(rows, length, true.key.shape[2], -1, size)
+    attention, log_sum = attend_visible(query, true_states.key, true_states.value, first, last)
+    if not deep_states:
+        return attention
+    row_count, length, query_heads, head_size = query.shape
+    grouped_query = query.reshape(row_count, length, true_states.key.shape[2], -1, head_size)
 
-    def score(step: _KeysValues) -> Float[Array, "B T N"]:
-        scores = jnp.einsum(
-            "BTMRH,BTMH->BTMR", grouped, step.key, preferred_element_type=total.dtype
+    def score(state: _KeyValues) -> Float[Array, "B T N"]:
+        products = jnp.einsum(
+            "BTMRH,BTMH->BTMR", grouped_query, state.key, preferred_element_type=log_sum.dtype
         )
-        return scores.reshape(rows, length, count) * np.asarray(size**-0.5, total.dtype)
+        return products.reshape(row_count, length, query_heads) * np.asarray(
+            head_size**-0.5, log_sum.dtype
+        )
 
-    parts = jnp.stack([total, *map(score, own)], axis=-1)
-    weights = jax.nn.softmax(parts, axis=-1).astype(query.dtype)
-    merged = attended * weights[..., :1]
-    for number, step in enumerate(own, start=1):
-        value = jnp.repeat(step.value, count // step.value.shape[2], axis=2)
-        merged = merged + value * weights[..., number, None]
+    log_sums = jnp.stack([log_sum, *map(score, deep_states)], axis=-1)
+    weights = jax.nn.softmax(log_sums, axis=-1).astype(query.dtype)
+    merged = attention * weights[..., :1]
+    for index, state in enumerate(deep_states, start=1):
+        value = jnp.repeat(state.value, query_heads // state.value.shape[2], axis=2)
+        merged = merged + value * weights[..., index, None]
     return merged
 
 
 UNROLL = Unroll(
-    depths=lambda steps: steps,
+    depth_count=lambda steps: steps,
     # Depth d has read the policy's hidden state 1 + d positions before the one whose label it
     # predicts.
-    before=lambda depths: 1 + jnp.arange(depths, dtype=jnp.int32),
-    hidden=unrolled,
+    min_context=lambda depths: 1 + jnp.arange(depths, dtype=jnp.int32),
+    hidden_states=unroll_hidden,
     logits=lambda network, target, hidden: network.logits(target, hidden),
     vocabulary=lambda network: None if network.vocabulary is None else network.vocabulary[...],
 )

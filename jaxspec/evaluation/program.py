@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxspec import mesh as meshes
-from jaxspec.build import automatic, build_step
+from jaxspec.build import automatic_sizes, build_step
 from jaxspec.config.check import check_config
 from jaxspec.config.settings import AdvantageConfig, DynamicSamplingConfig, ResolvedConfig
 from jaxspec.data.problems import ProblemSets
 from jaxspec.evaluation.evaluator import Evaluator
-from jaxspec.host import fit as memory
+from jaxspec.host.fit import fit_step
 from jaxspec.host.job import Job
-from jaxspec.host.loaded_run import measured_factors
-from jaxspec.host.programs import abstract, ahead, ahead_with
+from jaxspec.host.loaded_run import resize_overlap
+from jaxspec.host.programs import abstract_arguments, compile_ahead, compile_for_generator
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import prefix_errors
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import smallest_pool
-from jaxspec.state import Prompts, Ready, Rollout, TrainState
+from jaxspec.state import Prompts, Rollout, RolloutWeights, TrainState
 from jaxspec.step import Step
 
 
@@ -122,36 +122,36 @@ def compile_evaluator(
     Raises:
       ConfigError: it does not fit the devices beside such a state.
     """
-    config = evaluation_config(job.config, meshes.row_shards(job.mesh))
+    config = evaluation_config(job.config, meshes.row_shard_count(job.mesh))
     with prefix_errors("evaluations"):
         check_config(config, job.mesh.size, jax.process_count())
     evaluation_step = build_evaluation_step(job, config)
     prompts, grid = config.batch.prompts, job.step.generator.settings.grid
-    state, _, _ = abstract(job.step, job.config.batch.prompts)
+    state, _, _ = abstract_arguments(job.step, job.config.batch.prompts)
 
     def compile_phases(step: Step) -> _Phases:
-        def sync(state: TrainState) -> Ready:
-            factors = measured_factors(state.generator.overlap_by_factor, step.generator, grid)
+        def sync(state: TrainState) -> RolloutWeights:
+            factors = resize_overlap(state.generator.overlap_by_factor, step.generator, grid)
             generator_state = state.generator.replace(overlap_by_factor=factors, chooser=None)
             return step.sync(state.replace(generator=generator_state))
 
-        _, _, prompt_shapes = abstract(step, prompts)
-        prepare, weights = ahead(sync, state)
-        rows = meshes.rows_sharding(step.mesh)
+        _, _, prompt_shapes = abstract_arguments(step, prompts)
+        prepare, weights = compile_ahead(sync, state)
+        rows = meshes.row_sharding(step.mesh)
         generator = step.generator
-        generate, _ = ahead_with(
+        generate, _ = compile_for_generator(
             generator, generator.generate, weights, prompt_shapes, out_shardings=rows
         )
         return _Phases({"prepare": prepare, "generate": generate})
 
-    choices = automatic(config, job.mesh)._replace(tokens=False)
-    fit = memory.fitted(evaluation_step, prompts, compile_phases, choices)
+    choices = automatic_sizes(config, job.mesh)._replace(tokens=False)
+    fit = fit_step(evaluation_step, prompts, compile_phases, choices)
     programs = fit.compiled.programs
     fitted_job = replace(job, config=config, step=fit.step)
     source = PromptSource(fitted_job, sets)
     scorer = RolloutScorer(fitted_job, source, scorers)
 
-    def answer_prompts(weights: Ready, prompts: Prompts) -> tuple[Ready, Rollout]:
+    def answer_prompts(weights: RolloutWeights, prompts: Prompts) -> tuple[RolloutWeights, Rollout]:
         return weights, programs["generate"](weights, prompts)
 
     samples = config.batch.group_size

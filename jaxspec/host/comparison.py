@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.host.programs import Timed, TimedGeneration
+from jaxspec.host.programs import TimedGeneration, TimedRollout
 from jaxspec.state import Drafter, Prompts, TrainState
 from jaxspec.step import Step
 
@@ -26,7 +26,7 @@ class Comparison(NamedTuple):
     out."""
 
 
-def compare(
+def compare_decoding(
     step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0
 ) -> Comparison:
     """Times generation of the same prompts with and without the draft, in turn; medians, and target
@@ -34,23 +34,32 @@ def compare(
 
     Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
     """
-    ready = jax.jit(step.sync)(state)
-    nothing = Drafter(network=None, choice=jnp.zeros((0,), jnp.int32))
-    made = (step.generator.plain(), ready.replace(drafter=nothing)), (step.generator, ready)
-    calls = [(TimedGeneration(generator, weights, prompts), weights) for generator, weights in made]
+    rollout_weights = jax.jit(step.sync)(state)
+    no_draft = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
+    variants = (
+        (step.generator.plain(), rollout_weights.replace(drafter=no_draft)),
+        (step.generator, rollout_weights),
+    )
+    timed_generations = [
+        (TimedGeneration(generator, weights, prompts), weights) for generator, weights in variants
+    ]
 
-    def pair() -> list[Timed]:
-        return [call(weights, prompts) for call, weights in calls]
+    def time_pair() -> list[TimedRollout]:
+        return [call(weights, prompts) for call, weights in timed_generations]
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     # The same prompts in both, so that lengths differ by chance alone.
-    passes = [int(jnp.sum(each.rollout.statistics.rounds)) for each in pair()]  # also warms up
-    once = np.float32(time.perf_counter() - began)
+    # This pair also warms up.
+    passes = [int(jnp.sum(timed.rollout.statistics.rounds)) for timed in time_pair()]
+    pair_seconds = np.float32(time.perf_counter() - start_time)
     if jax.process_count() > 1:  # all must make the same number of calls
-        once = multihost_utils.broadcast_one_to_all(once)
-    pairs = [pair() for _ in range(max(1, min(repeats, int(budget / once))))]
-    taken = np.median(
-        [[(each.seconds, each.loop_seconds / each.rounds) for each in timed] for timed in pairs],
+        pair_seconds = multihost_utils.broadcast_one_to_all(pair_seconds)
+    pairs = [time_pair() for _ in range(max(1, min(repeats, int(budget / pair_seconds))))]
+    medians = np.median(
+        [
+            [(timed.seconds, timed.loop_seconds / timed.rounds) for timed in timed_pair]
+            for timed_pair in pairs
+        ],
         axis=0,
     )
     rows = int(prompts.tokens.shape[0]) * step.generator.settings.group_size
@@ -58,7 +67,7 @@ def compare(
         rows=rows,
         plain_passes=passes[0] / rows,
         spec_passes=passes[1] / rows,
-        plain_seconds=float(taken[0, 0]),
-        spec_seconds=float(taken[1, 0]),
-        round_cost=float(taken[1, 1] / taken[0, 1]),
+        plain_seconds=float(medians[0, 0]),
+        spec_seconds=float(medians[1, 0]),
+        round_cost=float(medians[1, 1] / medians[0, 1]),
     )

@@ -42,13 +42,15 @@ from jaxspec.system.version import package_version
 from jaxspec.tokens.tokenizer import TOKENIZER_FILES, Tokenizer, character_tokenizer, load_tokenizer
 
 _PACKAGE = Path(__file__).parent.parent
-_DAYS = {"config.json": "today", "evaluation.json": "config.today"}
+_DAY_KEYS = {"config.json": "today", "evaluation.json": "config.today"}
 """Files of folders that say on which day their prompts were written, and the key."""
-_LOST = re.compile("gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE)
+_CONNECTION_LOST = re.compile(
+    "gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE
+)
 """What JAX says where it cannot reach another process any more."""
-_SHAPING = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
+_PROGRAM_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
 """Environment variables that shape the programs of a process or count its devices."""
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 """Characters of a file's name in a message."""
 
 
@@ -64,7 +66,7 @@ class Job:
     def with_sizes(self, **sizes: int) -> "Job":
         """This job with some of `step.Sizes` set, in the config too."""
         config = self.config
-        step = self.step.resized(self.config.batch.prompts, self.step.sizes._replace(**sizes))
+        step = self.step.with_sizes(self.config.batch.prompts, self.step.sizes._replace(**sizes))
         batch = dataclasses.replace(
             config.batch, micro_tokens=sizes.pop("tokens", config.batch.micro_tokens)
         )
@@ -81,44 +83,48 @@ class Job:
             print_line(message)
 
 
-def run(
+def run_program(
     program: str,
     description: str,
     body: Callable[[Job, Interrupt], int],
     argv: Sequence[str] | None = None,
-    varied: Sequence[str] = (),
-    used: str = "",
+    swept_settings: Sequence[str] = (),
+    used_settings: str = "",
 ) -> int:
-    """Runs `body` with what the command line asks for; returns the exit status of `reported`, or
-    128 and the number of a signal.
+    """Runs `body` with what the command line asks for; returns the exit status of `report_errors`,
+    or 128 and the number of a signal.
 
-    `varied` and `used` are as in `load_config`.
+    `swept_settings` and `used_settings` are as in `load_config`.
     """
 
     def work() -> int:
         config, _ = load_config(
-            sys.argv[1:] if argv is None else argv, program, description, varied, used
+            sys.argv[1:] if argv is None else argv,
+            program,
+            description,
+            swept_settings,
+            used_settings,
         )
-        return started(lambda say: resolve_config(config, say), body)
+        return run_config(lambda say: resolve_config(config, say), body)
 
-    return reported(work)
+    return report_errors(work)
 
 
-def started(
-    config: Callable[[Callable[[str], Any]], ResolvedConfig],
+def run_config(
+    read_config: Callable[[Callable[[str], Any]], ResolvedConfig],
     body: Callable[[Job, Interrupt], int],
 ) -> int:
     """Opens the job of a config, which is given what to tell of itself, and runs `body`."""
     with Interrupt(on_exit=peers.leave_job) as interrupt:
-        told: list[str] = []
+        messages: list[str] = []
         with interrupt.exit_on_signal("starting"):
-            job = open_job(config(told.append))
-        for line in told:
+            job = open_job(read_config(messages.append))
+        for line in messages:
             job.say(line)
         return body(job, interrupt)
 
 
-def reported(work: Callable[[], int]) -> int:
+def report_errors(work: Callable[[], int]) -> int:
     """The exit status of `work`; what it refuses or gives up is one message, without a traceback.
 
     The status is 2 for what the user can mend: a `ConfigError`, a file that cannot be used, too
@@ -128,9 +134,9 @@ def reported(work: Callable[[], int]) -> int:
     try:
         status, message = work(), ""
     except (ConfigError, Diverged, MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
-        message = _in_words(error)
+        message = _describe_error(error)
         if not message:
-            _tell_unforeseen(error)
+            _report_unexpected(error)
             raise
         if isinstance(error, jax.errors.JaxRuntimeError):
             peers.wait_for_peer_failure()
@@ -138,13 +144,13 @@ def reported(work: Callable[[], int]) -> int:
             print(f"error: {message}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
     except Exception as error:
-        _tell_unforeseen(error)
+        _report_unexpected(error)
         raise
     peers.leave_job(status, message)
     return status
 
 
-def _tell_unforeseen(error: Exception) -> None:
+def _report_unexpected(error: Exception) -> None:
     """Of several processes, says at once what went wrong in this one, and ends it."""
     if peers.has_peers():
         with contextlib.suppress(OSError):
@@ -152,48 +158,53 @@ def _tell_unforeseen(error: Exception) -> None:
         peers.leave_job(1, f"{type(error).__name__}: {first_line(error)}")
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """What there is to say of an error; nothing of one that nobody foresaw, whose traceback is
     needed."""
     if isinstance(error, OSError):
         name = str(error.filename or "")
         name = (
             name
-            if len(name) <= _LONGEST_NAME
-            else f"{name[: _LONGEST_NAME // 2]}...{name[-_LONGEST_NAME // 2 :]}"
+            if len(name) <= _MAX_NAME_LENGTH
+            else f"{name[: _MAX_NAME_LENGTH // 2]}...{name[-_MAX_NAME_LENGTH // 2 :]}"
         )
         return (
             f"{name}: {error.strerror}; see to that and run the same command again" if name else ""
         )
     if isinstance(error, MemoryError):
-        ours = [
+        package_frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename).is_relative_to(_PACKAGE)
         ]
-        where = "".join(
-            f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}" for frame in ours[-1:]
+        location = "".join(
+            f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
+            for frame in package_frames[-1:]
         )
-        asked = "; ".join(filter(None, (str(error), where)))
+        details = "; ".join(filter(None, (str(error), location)))
         return (
-            f"the memory of this machine does not hold what is asked for ({asked}); lower the"
+            f"the memory of this machine does not hold what is asked for ({details}); lower the"
             " setting it follows from, or find a larger one"
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
-        lost = jax.distributed.is_initialized() and _LOST.search(str(error))
-        ended = (
+        connection_lost = jax.distributed.is_initialized() and _CONNECTION_LOST.search(str(error))
+        peer_message = (
             "another process of the job has ended, and its own last lines say why"
             f" ({first_line(error)})"
         )
-        return f"{ended}; the same command goes on from the last checkpoint" if lost else ""
+        return (
+            f"{peer_message}; the same command goes on from the last checkpoint"
+            if connection_lost
+            else ""
+        )
     return str(error)
 
 
-def at_once(doing: str, work: Callable[[Interrupt], int]) -> int:
-    """The exit status of `reported` work with nothing to save: a signal ends it at once. `doing` is
-    as in `Interrupt.exit_on_signal`."""
-    with Interrupt(on_exit=peers.leave_job) as interrupt, interrupt.exit_on_signal(doing):
-        return reported(lambda: work(interrupt))
+def run_without_saving(activity: str, work: Callable[[Interrupt], int]) -> int:
+    """The exit status of `report_errors` work with nothing to save: a signal ends it at once.
+    `activity` is as in `Interrupt.exit_on_signal`."""
+    with Interrupt(on_exit=peers.leave_job) as interrupt, interrupt.exit_on_signal(activity):
+        return report_errors(lambda: work(interrupt))
 
 
 def open_job(config: ResolvedConfig) -> Job:
@@ -201,15 +212,15 @@ def open_job(config: ResolvedConfig) -> Job:
     mesh."""
     # A CPU runs a data shard a core, but where weights would be split between them: their memory
     # feeds all cores anyway, and a step's many collectives can starve its few threads.
-    split = largest_weight(config.model) >= config.mesh.shard_above
+    split = largest_weight_size(config.model) >= config.mesh.shard_above
     members = config.mesh.expert * config.mesh.tensor
-    shards = config.mesh.data or (1 if split else max(1, meshes.cores() // members))
+    shards = config.mesh.data or (1 if split else max(1, meshes.core_count() // members))
     start_jax(config, shards * members)
-    initialize_processes(identity(config))
+    initialize_processes(process_identity(config))
     mesh = meshes.make_mesh(*check_config(config, meshes.count_devices(), jax.process_count()))
     job = make_job(config, mesh)
     # what is wrong is named before anything else is done
-    check_folders(config, jax.eval_shape(job.step.fresh_policy), job.tokenizer.size)
+    check_folders(config, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
     if mesh.size < jax.device_count():
         job.say(
             f"using {mesh.size} of {jax.device_count()} devices: more data shards would not"
@@ -218,21 +229,21 @@ def open_job(config: ResolvedConfig) -> Job:
     return job
 
 
-def identity(config: ResolvedConfig) -> dict[str, Any]:
+def process_identity(config: ResolvedConfig) -> dict[str, Any]:
     """What all processes of a job must be started with alike, by name: settings, code, versions,
     and what else shapes their programs.
 
     The programs themselves are not compared: they follow from these, and are known only after
     minutes of compiling.
     """
-    environment = {name: os.environ.get(name, "") for name in _SHAPING}
+    environment = {name: os.environ.get(name, "") for name in _PROGRAM_VARIABLES}
     environment["XLA_FLAGS"] = " ".join(
         word
         for word in environment["XLA_FLAGS"].split()
         if not word.startswith("--xla_dump")  # each may write to its own folder
     )
     folder = config.data.tokenizer
-    files = {
+    tokenizer_files = {
         f"tokenizer's {name}": hash_file(Path(folder) / name) for name in TOKENIZER_FILES if folder
     }
     versions = {
@@ -240,7 +251,7 @@ def identity(config: ResolvedConfig) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
     }
-    return versions | environment | files | flatten_settings(to_json(config))
+    return versions | environment | tokenizer_files | flatten_settings(to_json(config))
 
 
 def code_version() -> str:
@@ -268,7 +279,7 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     meshes.prepare_devices(devices, threads)
 
 
-def largest_weight(model: ModelSpec) -> int:
+def largest_weight_size(model: ModelSpec) -> int:
     """Elements of the policy's largest array."""
     heads = max(model.heads, model.kv_heads) * model.head_size
     layer = model.embed * max(heads, model.ffn * max(1, model.family.experts))
@@ -292,12 +303,12 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
     config, tokenizer = _pin_day(config, tokenizer)
     tokenizer = tokenizer.with_stops(config.rollout.stop, config.rollout.stop_ids)
     tokenizer.check_vocab(config.model.vocab, config.model.path)
-    _check_bans(config, tokenizer)
+    _check_banned_tokens(config, tokenizer)
     if config.sft.steps and (config.data.path or config.data.tokenizer):
-        given = "model.path" if config.model.path else "data.path or data.tokenizer"
+        conflicting_setting = "model.path" if config.model.path else "data.path or data.tokenizer"
         raise ConfigError(
-            f"the warm start trains a fresh model on the built-in tasks; with {given} set"
-            " --sft.steps 0"
+            "the warm start trains a fresh model on the built-in tasks; with"
+            f" {conflicting_setting} set --sft.steps 0"
         )
     if config.eval.stop != "same":
         with translate_settings({"rollout.stop": "eval.stop"}):
@@ -321,14 +332,14 @@ def _pin_day(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[ResolvedConf
     that of the config, of what its folder holds, or today."""
     if not tokenizer.reads_clock:
         return dataclasses.replace(config, today=""), tokenizer
-    day = config.today or _day_in(config.workdir)
+    day = config.today or _read_day(config.workdir)
     return dataclasses.replace(config, today=day), tokenizer.with_date(day)
 
 
-def _day_in(workdir: str) -> str:
+def _read_day(workdir: str) -> str:
     """The day of the run or of the evaluation in a folder, else today: as process 0 finds it."""
     day, folder = datetime.date.today(), expand_user_path(workdir, "--workdir")
-    for name, key in _DAYS.items() if jax.process_index() == 0 else ():
+    for name, key in _DAY_KEYS.items() if jax.process_index() == 0 else ():
         # a damaged file is refused where the folder is judged
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OSError):
             saved = flatten_settings(parse_json((folder / name).read_bytes()))
@@ -336,37 +347,37 @@ def _day_in(workdir: str) -> str:
     return datetime.date.fromordinal(broadcast_number(day.toordinal())).isoformat()
 
 
-def _check_bans(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
+def _check_banned_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
     """Whether `rollout.banned` leaves answers that differ."""
     rollout = config.rollout
-    left = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
+    allowed_ids = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
     require(
-        bool(left),
+        bool(allowed_ids),
         f"rollout.banned has all {tokenizer.size} tokens of the tokenizer, so that none could be"
         " sampled; leave some out",
     )
-    words = sorted(left - set(tokenizer.stop_ids))
-    few = (
+    words = sorted(allowed_ids - set(tokenizer.stop_ids))
+    too_few = (
         f"of the {tokenizer.size} tokens only {words} and end tokens are not in rollout.banned:"
         " answers could differ in length alone"
     )
-    require(len(words) >= 2, f"{few}; ban fewer")
+    require(len(words) >= 2, f"{too_few}; ban fewer")
 
 
-def on_this_process(job: Job) -> Job:
+def to_local_job(job: Job) -> Job:
     """This job on a mesh of this process's devices only, for work that one process does for
     all; a lone process keeps its mesh."""
     if jax.process_count() == 1:
         return job
     config = dataclasses.replace(
-        with_whole_pool(job.config),
+        with_full_pool(job.config),
         mesh=dataclasses.replace(job.config.mesh, data=0, expert=1, tensor=1),
     )
-    data = check_config(config, jax.local_device_count()).data
-    return make_job(job.config, meshes.make_mesh(data, devices=jax.local_devices()))
+    data_shards = check_config(config, jax.local_device_count()).data
+    return make_job(job.config, meshes.make_mesh(data_shards, devices=jax.local_devices()))
 
 
-def with_whole_pool(config: ResolvedConfig) -> ResolvedConfig:
+def with_full_pool(config: ResolvedConfig) -> ResolvedConfig:
     """This job with all pages that can be needed: those that a config has are for the prompts of
     its own data shards."""
     engine = dataclasses.replace(config.rollout.engine, pages=0)

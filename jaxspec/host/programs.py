@@ -11,75 +11,83 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxspec import mesh as meshes
-from jaxspec.rl.train_batch import plan_layout
+from jaxspec.rl.train_batch import plan_shardings
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import Finished, Prompts, PyTree, Ready, Rollout, TrainState
+from jaxspec.state import Prompts, PyTree, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.compiling import LinePrinter, track_compilation
 
 
-def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def abstract_leaf(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array that is not there, with a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def abstract(step: Step, prompts: int) -> tuple[TrainState, Finished, Prompts]:
+def abstract_arguments(step: Step, prompts: int) -> tuple[TrainState, ScoredRollout, Prompts]:
     """Shapes, types and shardings of the step's arguments. Nothing is allocated."""
-    state = jax.tree.map(placed, jax.eval_shape(step.fresh), step.state_shardings())
-    return state, abstract_finished(step, prompts), abstract_prompts(step.generator, prompts)
+    state = jax.tree.map(
+        abstract_leaf, jax.eval_shape(step.init_random_state), step.state_shardings()
+    )
+    return state, abstract_scored_rollout(step, prompts), abstract_prompts(step.generator, prompts)
 
 
-def abstract_finished(step: Step, prompts: int) -> Finished:
+def abstract_scored_rollout(step: Step, prompts: int) -> ScoredRollout:
     """Shapes, types and shardings of a scored rollout."""
     rows = prompts * step.generator.settings.group_size
-    shapes = jax.eval_shape(lambda: step.nothing_finished(rows))
-    plan = jax.tree.map(placed, shapes.plan, plan_layout(step.mesh))
-    return _by_row(shapes, step.mesh).replace(plan=plan)
+    shapes = jax.eval_shape(lambda: step.empty_scored_rollout(rows))
+    plan = jax.tree.map(abstract_leaf, shapes.plan, plan_shardings(step.mesh))
+    return _abstract_rows(shapes, step.mesh).replace(plan=plan)
 
 
 def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
     """Shapes, types and shardings of a generator's prompts."""
-    return _by_row(jax.eval_shape(lambda: generator.no_prompts(prompts)), generator.mesh)
+    return _abstract_rows(jax.eval_shape(lambda: generator.no_prompts(prompts)), generator.mesh)
 
 
-def _by_row(tree: PyTree, mesh: Mesh) -> PyTree:
+def _abstract_rows(tree: PyTree, mesh: Mesh) -> PyTree:
     """Shapes whose first axis is rows, with the sharding of rows; scalars are everywhere."""
-    rows, whole = meshes.rows_sharding(mesh), meshes.replicated(mesh)
-    return jax.tree.map(lambda leaf: placed(leaf, rows if leaf.ndim else whole), tree)
-
-
-def put(tree: PyTree, like: PyTree) -> PyTree:
-    """Host arrays, known to every process where it needs them, as global arrays placed as
-    `like`."""
-
+    row_sharding, replicated = meshes.row_sharding(mesh), meshes.replicated_sharding(mesh)
     return jax.tree.map(
-        lambda values, leaf: meshes.from_host(leaf, np.asarray(values, leaf.dtype)), tree, like
+        lambda leaf: abstract_leaf(leaf, row_sharding if leaf.ndim else replicated), tree
     )
 
 
-def numbers(metrics: dict[str, Array | float]) -> dict[str, float]:
+def put_like(tree: PyTree, layout: PyTree) -> PyTree:
+    """Host arrays, known to every process where it needs them, as global arrays placed as
+    `layout`."""
+
+    return jax.tree.map(
+        lambda values, leaf: meshes.from_host_values(leaf, np.asarray(values, leaf.dtype)),
+        tree,
+        layout,
+    )
+
+
+def metrics_to_host(metrics: dict[str, Array | float]) -> dict[str, float]:
     """Metrics on the host."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def ahead(
-    function: Callable, *arguments: PyTree, tell: LinePrinter | None = None, **options: Any
+def compile_ahead(
+    function: Callable, *arguments: PyTree, print_line: LinePrinter | None = None, **options: Any
 ) -> tuple[Callable, PyTree]:
     """Compiles a function for abstract arguments; returns it with its result's shapes and
-    shardings, to compile the next one for. Reports slow compiles through `tell`."""
+    shardings, to compile the next one for. Reports slow compiles through `print_line`."""
     lowered = jax.jit(function, **options).lower(*arguments)
-    with track_compilation(function, arguments, cache_folder() / "compile_seconds", tell):
+    with track_compilation(function, arguments, cache_folder() / "compile_seconds", print_line):
         program = lowered.compile()
-    return program, jax.tree.map(placed, lowered.out_info, program.output_shardings)
+    return program, jax.tree.map(abstract_leaf, lowered.out_info, program.output_shardings)
 
 
-def ahead_with(
+def compile_for_generator(
     generator: Generator, function: Callable, *arguments: PyTree, **options: Any
 ) -> tuple[Callable, PyTree]:
-    """`ahead` for what generates, by the options of the generator's programs."""
-    return ahead(function, *arguments, compiler_options=generator.compiler_options, **options)
+    """`compile_ahead` for what generates, by the options of the generator's programs."""
+    return compile_ahead(
+        function, *arguments, compiler_options=generator.compiler_options, **options
+    )
 
 
 def times_real_rounds(generator: Generator) -> bool:
@@ -87,23 +95,25 @@ def times_real_rounds(generator: Generator) -> bool:
 
     So do accelerators, on which compiling a pilot takes minutes.
     """
-    return bool(generator.settings.lengths) and meshes.accelerated(generator.mesh)
+    return bool(generator.settings.lengths) and meshes.has_accelerators(generator.mesh)
 
 
-def generation_program(step: Step, ready: Ready, prompts: Prompts) -> Any:
+def compile_generation(step: Step, weights: RolloutWeights, prompts: Prompts) -> Any:
     """Compiles generation as one program, from its first token to its last."""
-    generator, by_row = step.generator, meshes.rows_sharding(step.mesh)
-    return ahead_with(generator, generator.generate, ready, prompts, out_shardings=by_row)[0]
+    generator, by_row = step.generator, meshes.row_sharding(step.mesh)
+    return compile_for_generator(
+        generator, generator.generate, weights, prompts, out_shardings=by_row
+    )[0]
 
 
-def generation_alone(step: Step, prompts: int) -> Any:
+def compile_generation_alone(step: Step, prompts: int) -> Any:
     """The program of generation by itself, for what it takes of memory."""
-    state, _, wanted = abstract(step, prompts)
-    _, ready = ahead(step.sync, state)
-    return generation_program(step, ready, wanted)
+    state, _, abstract_prompts = abstract_arguments(step, prompts)
+    _, weights = compile_ahead(step.sync, state)
+    return compile_generation(step, weights, abstract_prompts)
 
 
-class Timed(NamedTuple):
+class TimedRollout(NamedTuple):
     """A rollout against the clock."""
 
     rollout: Rollout
@@ -121,24 +131,36 @@ class Timed(NamedTuple):
 class TimedGeneration:
     """Generation compiled in two parts, so that its rounds are timed without the prefill."""
 
-    def __init__(self, generator: Generator, ready: Ready, prompts: Prompts):
-        def to_the_end(ready: Ready, running: DecodeState) -> DecodeState:
-            return generator.advance(ready, running, jnp.int32(np.iinfo(np.int32).max))
+    def __init__(self, generator: Generator, weights: RolloutWeights, prompts: Prompts):
+        def advance_to_end(weights: RolloutWeights, decode_state: DecodeState) -> DecodeState:
+            return generator.advance(weights, decode_state, jnp.int32(np.iinfo(np.int32).max))
 
         self._generator = generator
-        self._begin, running = ahead_with(generator, generator.begin, ready, prompts)
-        same = jax.tree.map(lambda leaf: leaf.sharding, running)
-        self._advance, _ = ahead_with(
-            generator, to_the_end, ready, running, donate_argnums=1, out_shardings=same
+        self._begin, decode_state = compile_for_generator(
+            generator, generator.begin, weights, prompts
+        )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, decode_state)
+        self._advance, _ = compile_for_generator(
+            generator,
+            advance_to_end,
+            weights,
+            decode_state,
+            donate_argnums=1,
+            out_shardings=shardings,
         )
 
-    def __call__(self, ready: Ready, prompts: Prompts) -> Timed:
+    def __call__(self, weights: RolloutWeights, prompts: Prompts) -> TimedRollout:
         """Answers all prompts."""
-        began = time.perf_counter()
-        running = jax.block_until_ready(self._begin(ready, prompts))
-        middle = time.perf_counter()
+        start_time = time.perf_counter()
+        decode_state = jax.block_until_ready(self._begin(weights, prompts))
+        prefill_time = time.perf_counter()
         rollout = jax.block_until_ready(
-            self._generator.collect(ready, self._advance(ready, running))
+            self._generator.collect(weights, self._advance(weights, decode_state))
         )
-        end = time.perf_counter()
-        return Timed(rollout, middle - began, end - middle, int(jnp.max(rollout.statistics.ended)))
+        end_time = time.perf_counter()
+        return TimedRollout(
+            rollout,
+            prefill_time - start_time,
+            end_time - prefill_time,
+            int(jnp.max(rollout.statistics.end_round)),
+        )

@@ -13,7 +13,7 @@ from jaxspec.data.history import AnswerHistory, Answers
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import ProblemSets, pad_prompts
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract_prompts, put
+from jaxspec.host.programs import abstract_prompts, put_like
 from jaxspec.inputs.streams import Stream
 from jaxspec.state import Prompts, Rollout
 
@@ -32,11 +32,11 @@ class PromptSource:
         self._problems = sets.make_stream(job.config.seed)
         self._count, self._width = batch.prompts, job.config.data.max_prompt_length
         self._pad_id = job.tokenizer.pad_id
-        self._like = abstract_prompts(job.step.generator, batch.prompts)
+        self._layout = abstract_prompts(job.step.generator, batch.prompts)
         # A process may hold copies of prompts whose rows another process owns.
-        self._copies, _ = meshes.holders(job.mesh, batch.prompts)
+        self._copies, _ = meshes.locate_rows(job.mesh, batch.prompts)
         self._is_held = self._copies[process]
-        _, self._row_owners = meshes.holders(job.mesh, batch.prompts * batch.group_size)
+        _, self._row_owners = meshes.locate_rows(job.mesh, batch.prompts * batch.group_size)
         self.is_local_row: Bool[np.ndarray, " B"] = self._row_owners == process
         """Rows that this process owns."""
 
@@ -59,8 +59,10 @@ class PromptSource:
 
         The other prompts are not answered.
         """
-        held = {place: problem for place, problem in problems.items() if self._is_held[place]}
-        return self._place(held, Stream.EVALUATE, call, {})
+        held_problems = {
+            place: problem for place, problem in problems.items() if self._is_held[place]
+        }
+        return self._place(held_problems, Stream.EVALUATE, call, {})
 
     def place_nothing(self, rollout: int) -> Prompts:
         """Places no prompts, for a call that only learns."""
@@ -78,11 +80,14 @@ class PromptSource:
         places = np.flatnonzero(self.is_local_prompt)
         count = min(group, self.history.past)
         rows = [place * group + answer for place in places for answer in range(count)]
-        tokens, starts, ends = (
-            meshes.local_rows(leaf, np.asarray(rows, np.int32))
+        tokens, prompt_lengths, lengths = (
+            meshes.read_local_rows(leaf, np.asarray(rows, np.int32))
             for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
-        answers = [text[a:b] for text, a, b in zip(tokens, starts, ends, strict=True)]
+        answers = [
+            text[first:stop]
+            for text, first, stop in zip(tokens, prompt_lengths, lengths, strict=True)
+        ]
         numbers, owners = self._numbers(rollout_number), self._row_owners[::group].tolist()
         # A problem that a batch asks twice is remembered by its last place.
         by_problem = {
@@ -113,12 +118,12 @@ class PromptSource:
         self, problems: dict[int, Problem], stream: int, batch: int, answers: Answers
     ) -> Prompts:
         """Places prompts that have a copy here, with earlier answers, both by place."""
-        like, held = self._like, np.flatnonzero(self._is_held)
-        rows = np.searchsorted(held, list(problems))
-        tokens = np.full((len(held), self._width), self._pad_id, np.int32)
-        lengths, live = np.ones(len(held), np.int32), np.zeros(len(held), bool)
-        history = np.zeros((len(held), *like.history.shape[1:]), np.int32)
-        history_lengths = np.zeros((len(held), self.history.past), np.int32)
+        layout, local_places = self._layout, np.flatnonzero(self._is_held)
+        rows = np.searchsorted(local_places, list(problems))
+        tokens = np.full((len(local_places), self._width), self._pad_id, np.int32)
+        lengths, live = np.ones(len(local_places), np.int32), np.zeros(len(local_places), bool)
+        history = np.zeros((len(local_places), *layout.history.shape[1:]), np.int32)
+        history_lengths = np.zeros((len(local_places), self.history.past), np.int32)
         if problems:
             tokens[rows], lengths[rows] = pad_prompts(
                 list(problems.values()), self._width, self._pad_id
@@ -137,8 +142,8 @@ class PromptSource:
             "history_lengths": history_lengths,
         }
         by_row: dict[str, Any] = {
-            name: meshes.from_local_rows(getattr(like, name), held, values)
+            name: meshes.from_local_rows(getattr(layout, name), local_places, values)
             for name, values in columns.items()
         }
-        scalars = put((jnp.int32(stream), jnp.int32(batch)), (like.stream, like.batch))
+        scalars = put_like((jnp.int32(stream), jnp.int32(batch)), (layout.stream, layout.batch))
         return Prompts(**by_row, stream=scalars[0], batch=scalars[1])

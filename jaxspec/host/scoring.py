@@ -12,28 +12,28 @@ from jaxspec import mesh as meshes
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.scoring import Judge, RolloutScores, make_scorers
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract_finished, put
+from jaxspec.host.programs import abstract_scored_rollout, put_like
 from jaxspec.host.prompts import PromptSource
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.state import LENGTH, Finished, Plan, Rollout
+from jaxspec.state import LENGTH, PackingPlan, Rollout, ScoredRollout
 from jaxspec.system.metrics import standard_deviation
 
 
 class ScoringResult(NamedTuple):
     """A scored rollout, and its rewards over all processes."""
 
-    finished: Finished
+    scored: ScoredRollout
     reward: float
     """Mean over rows with a reward. NaN without any."""
     outcomes: dict[str, float]
     """Share of rows by outcome. With several problem sets also the mean reward of each."""
     samples: list[dict[str, Any]]
     """Some rows of this process, as text."""
-    differing: Bool[np.ndarray, " n"]
+    differing_groups: Bool[np.ndarray, " n"]
     """Groups with different rewards, before the penalty for length."""
     std: float = 0.0
     """Standard deviation of the rewards, exactly 0 if all are equal."""
@@ -41,8 +41,12 @@ class ScoringResult(NamedTuple):
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the rewards."""
-        known = {"reward/mean": self.reward, "reward/std": self.std}
-        return {**known, **self.outcomes, "reward/frac_zero_std": 1 - float(self.differing.mean())}
+        reward_metrics = {"reward/mean": self.reward, "reward/std": self.std}
+        return {
+            **reward_metrics,
+            **self.outcomes,
+            "reward/frac_zero_std": 1 - float(self.differing_groups.mean()),
+        }
 
 
 class RolloutScorer:
@@ -50,7 +54,7 @@ class RolloutScorer:
 
     def __init__(self, job: Job, source: PromptSource, scorers: SetScorers | None = None) -> None:
         self._job, self._source, self._scorers = job, source, scorers
-        self._like = abstract_finished(job.step, job.config.batch.prompts)
+        self._layout = abstract_scored_rollout(job.step, job.config.batch.prompts)
 
     @cached_property
     def _judge(self) -> Judge:
@@ -65,18 +69,20 @@ class RolloutScorer:
           Diverged: more rows than `reward.max_failed` have no reward.
         """
         self._source.remember(number, rollout)
-        return self._score(self._judge(self._source.local_problems(number), rollout), rollout)
+        return self._score_rollout(
+            self._judge(self._source.local_problems(number), rollout), rollout
+        )
 
     def score_evaluation(self, problems: Mapping[int, Problem], rollout: Rollout) -> RolloutScores:
         """Scores the answers to this process's problems of an evaluation call."""
         is_local = self._source.is_local_prompt
-        judged = self._judge(
+        scores = self._judge(
             {place: problem for place, problem in problems.items() if is_local[place]}, rollout
         )
-        counts = np.asarray([judged.is_complete.sum(), judged.has_reward.sum()], np.float32)
-        ended, rewarded = meshes.sum_over_processes(counts).tolist()
-        self._report_failed(ended - rewarded, ended, judged.scores.reason)
-        return judged
+        counts = np.asarray([scores.is_complete.sum(), scores.has_reward.sum()], np.float32)
+        ended_count, rewarded_count = meshes.sum_over_processes(counts).tolist()
+        self._report_failed(ended_count - rewarded_count, ended_count, scores.scores.reason)
+        return scores
 
     def begin_scoring(self, number: int, rollout: Rollout) -> None:
         """Has the workers score rows of a training rollout that have ended, while others still
@@ -85,45 +91,45 @@ class RolloutScorer:
             rows = np.flatnonzero(self._source.is_local_row).astype(np.int32)
             self._judge.start_scoring(self._source.local_problems(number), rollout, rows)
 
-    def empty_rollout(self) -> Finished:
+    def empty_rollout(self) -> ScoredRollout:
         """Returns a scored rollout with nothing to learn."""
         rows = len(self._source.is_local_row)
-        return put(self._job.step.nothing_finished(rows), self._like)
+        return put_like(self._job.step.empty_scored_rollout(rows), self._layout)
 
-    def plan(self, finished: Finished) -> Finished:
+    def plan_micro_batches(self, scored: ScoredRollout) -> ScoredRollout:
         """Plans the micro-batches of a scored rollout for this mesh.
 
         A plan made for another mesh, or for micro-batches of another size, is replaced.
         """
         is_local = self._source.is_local_row
         rows = np.flatnonzero(is_local).astype(np.int32)
-        read = np.zeros(len(is_local), np.float32)
+        token_counts = np.zeros(len(is_local), np.float32)
         lengths, status, valid = (
-            meshes.local_rows(leaf, rows)
-            for leaf in (finished.rollout.lengths, finished.rollout.status, finished.valid)
+            meshes.read_local_rows(leaf, rows)
+            for leaf in (scored.rollout.lengths, scored.rollout.status, scored.valid)
         )
-        read[rows] = self._tokens_read(lengths, status, valid)
-        return finished.replace(plan=self._place_plan(meshes.sum_over_processes(read)))
+        token_counts[rows] = self._count_read_tokens(lengths, status, valid)
+        return scored.replace(plan=self._place_plan(meshes.sum_over_processes(token_counts)))
 
-    def is_learnable(self, finished: Finished) -> Finished:
+    def set_learn_flag(self, scored: ScoredRollout) -> ScoredRollout:
         """Sets `learn` of a planned rollout: whether any token is read."""
-        learn = bool(np.asarray(finished.plan.used).any())
-        return finished.replace(learn=put(learn, self._like.learn))
+        learn = bool(np.asarray(scored.plan.micro_batch_count).any())
+        return scored.replace(learn=put_like(learn, self._layout.learn))
 
-    def _tokens_read(
+    def _count_read_tokens(
         self, lengths: np.ndarray, status: np.ndarray, valid: np.ndarray
     ) -> np.ndarray:
         """Returns the number of tokens of each row that the learner reads."""
         is_filtered = (status == LENGTH) & self._job.config.overlong.filter
         return np.where(valid & ~is_filtered, lengths - 1, 0)
 
-    def _place_plan(self, read: np.ndarray) -> Plan:
-        return put(self._job.step.planned(read.astype(np.int32)), self._like.plan)
+    def _place_plan(self, token_counts: np.ndarray) -> PackingPlan:
+        return put_like(self._job.step.plan_batch(token_counts.astype(np.int32)), self._layout.plan)
 
-    def _score(self, judged: RolloutScores, rollout: Rollout) -> ScoringResult:
+    def _score_rollout(self, judged: RolloutScores, rollout: Rollout) -> ScoringResult:
         config, scores, rows = self._job.config, judged.scores, judged.rows
         rewarded, overlong = judged.has_reward, config.overlong
-        penalty = overlong_penalty(
+        penalties = overlong_penalty(
             judged.lengths - judged.prompt_lengths,
             config.rollout.max_new_tokens,
             overlong.buffer,
@@ -133,8 +139,8 @@ class RolloutScorer:
         local_columns = {
             "rewarded": rewarded,
             "reward": np.where(rewarded, scores.rewards, 0),
-            "penalty": np.where(rewarded, penalty, 0),
-            "read": self._tokens_read(judged.lengths, judged.status, rewarded),
+            "penalty": np.where(rewarded, penalties, 0),
+            "read": self._count_read_tokens(judged.lengths, judged.status, rewarded),
         }
         columns = np.zeros((len(local_columns), len(self._source.is_local_row)), np.float32)
         for number, column in enumerate(local_columns.values()):
@@ -146,16 +152,16 @@ class RolloutScorer:
         columns, counts = totals[: columns.size].reshape(columns.shape), totals[columns.size :]
         by_name = dict(zip(local_columns, columns, strict=True))
         count_of = dict(zip(local_counts, counts.tolist(), strict=True))
-        ended, valid = count_of["ended"], by_name["rewarded"] > 0
-        failed = ended - float(valid.sum())
-        self._require_few_failed(failed, ended, scores.reason)
+        ended_count, valid = count_of["ended"], by_name["rewarded"] > 0
+        failed_count = ended_count - float(valid.sum())
+        self._require_few_failed(failed_count, ended_count, scores.reason)
         # Where overlong.filter leaves nothing to read, the update is not at fault.
         learn = bool(by_name["read"].any() or not valid.any())
-        rewards, is_valid, learn = put(
+        rewards, is_valid, learn = put_like(
             (by_name["reward"] + by_name["penalty"], valid, learn),
-            (self._like.rewards, self._like.valid, self._like.learn),
+            (self._layout.rewards, self._layout.valid, self._layout.learn),
         )
-        finished = Finished(
+        scored = ScoredRollout(
             rollout=rollout,
             rewards=rewards,
             valid=is_valid,
@@ -167,11 +173,11 @@ class RolloutScorer:
         if overlong.buffer:
             outcomes["reward/overlong"] = float(by_name["penalty"].sum()) / valid_count
         return ScoringResult(
-            finished,
+            scored,
             float(by_name["reward"].sum()) / valid_count,
             outcomes,
-            self._samples(judged),
-            dynamic_sampling.differing(by_name["reward"], valid, self._source.group_size),
+            self._list_samples(judged),
+            dynamic_sampling.has_mixed_rewards(by_name["reward"], valid, self._source.group_size),
             standard_deviation(by_name["reward"][valid]),
         )
 
@@ -180,14 +186,15 @@ class RolloutScorer:
         sets = np.asarray([problem.set_number for problem in judged.problems], np.int32)
         masks = [sets == number for number in range(len(self._job.config.training_sets))]
         is_outcome = {
-            each: judged.is_complete & (judged.scores.outcomes == each) for each in Outcome
+            outcome: judged.is_complete & (judged.scores.outcomes == outcome) for outcome in Outcome
         }
-        return {
+        counts = {
             "ended": judged.is_complete.sum(),
             **{outcome_metric(outcome): mask.sum() for outcome, mask in is_outcome.items()},
             **{f"rewarded/{i}": (mask & judged.has_reward).sum() for i, mask in enumerate(masks)},
             **{f"reward/{i}": rewards[mask].sum() for i, mask in enumerate(masks)},
         }
+        return {name: float(count) for name, count in counts.items()}
 
     def _outcome_metrics(self, counts: Mapping[str, float]) -> dict[str, float]:
         names = [outcome_metric(outcome) for outcome in Outcome]
@@ -198,14 +205,14 @@ class RolloutScorer:
                 metrics[f"reward/{problem_set.name}/mean"] = counts[f"reward/{number}"] / count
         return metrics
 
-    def _samples(self, judged: RolloutScores) -> list[dict[str, Any]]:
+    def _list_samples(self, judged: RolloutScores) -> list[dict[str, Any]]:
         """Returns the first answer to each problem of this process, as text."""
-        scores, asked = judged.scores, judged.requests
+        scores, requests = judged.scores, judged.requests
         return [
             {
-                "prompt": asked.prompts[row],
-                "response": asked.responses[row],
-                "answer": asked.answers[row],
+                "prompt": requests.prompts[row],
+                "response": requests.responses[row],
+                "answer": requests.answers[row],
                 "reward": float(scores.rewards[row]) if scores.valid[row] else None,
                 "outcome": Outcome(scores.outcomes[row]).name.lower(),
                 "rounds": int(judged.rounds[row]),
@@ -213,20 +220,20 @@ class RolloutScorer:
             for row in range(0, len(judged.rows), self._source.group_size)
         ]
 
-    def _require_few_failed(self, failed: float, rows: float, reason: str) -> None:
+    def _require_few_failed(self, failed_count: float, row_count: float, reason: str) -> None:
         limit = self._job.config.reward.max_failed
-        if failed > limit * rows:
+        if failed_count > limit * row_count:
             raise Diverged(
-                f"{_unknown_rewards(failed, rows)}, and reward.max_failed is {limit:g}:"
+                f"{_unknown_rewards(failed_count, row_count)}, and reward.max_failed is {limit:g}:"
                 f" {reason or _ELSEWHERE}. Mend that; the same command goes on from the newest"
                 " checkpoint"
             )
-        self._report_failed(failed, rows, reason)
+        self._report_failed(failed_count, row_count, reason)
 
-    def _report_failed(self, failed: float, rows: float, reason: str) -> None:
-        if failed:
+    def _report_failed(self, failed_count: float, row_count: float, reason: str) -> None:
+        if failed_count:
             self._job.say(
-                f"warning: {_unknown_rewards(failed, rows)}, which are left out:"
+                f"warning: {_unknown_rewards(failed_count, row_count)}, which are left out:"
                 f" {reason or _ELSEWHERE}"
             )
 
@@ -234,8 +241,8 @@ class RolloutScorer:
 _ELSEWHERE = "another process knows why"
 
 
-def _unknown_rewards(failed: float, rows: float) -> str:
-    return f"no reward is known of {failed:.0f} of {rows:.0f} responses"
+def _unknown_rewards(failed_count: float, row_count: float) -> str:
+    return f"no reward is known of {failed_count:.0f} of {row_count:.0f} responses"
 
 
 def outcome_metric(outcome: Outcome) -> str:

@@ -1,1 +1,1 @@
-"""What people give, as typed and checked values, with messages that name the place."""
+"""Typed and checked input of users."""

@@ -1,5 +1,4 @@
-"""Settings that are checked when they are made, whatever makes them: every field by its type, and
-every number by its range."""
+"""Config dataclasses that check their fields."""
 
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ from typing import (
 )
 
 INF = float("inf")
+# Devices and array libraries count with 32 bits.
 INT32 = 2**31 - 1
-"""The largest whole number where a range states no other: what devices and array libraries count
-with."""
+"""Maximum of whole-number settings whose range has no maximum."""
+# Settings become float32 on devices, where smaller numbers may become 0 and larger ones infinity.
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""The smallest and the largest number that float32 keeps as it is; beyond, it has 0 or infinity
-instead."""
+"""Smallest and largest positive normal number of float32."""
 
 
 class _ShortRepr(reprlib.Repr):
-    """Values in messages: shortened, and whole numbers of thousands of digits, which Python does
-    not write out, by their length."""
+    """Representation of values in messages, shortened."""
 
     def repr_int(self, x: int, level: int) -> str:
-        """A whole number."""
+        """Formats a whole number. A huge one is given by its length."""
+        # Python refuses to convert numbers of thousands of digits to text. A bit is 0.30103 digits.
         return (
             repr(x)
             if abs(x) < 10**self.maxlong
@@ -50,33 +49,36 @@ _REPR.maxstring = _REPR.maxother = 120
 
 
 class ConfigError(Exception):
-    """Bad input that the user can mend; programs print it without a traceback and exit with code 2.
+    """Invalid input that the user can correct.
 
-    It is no `ValueError`, which tyro would print as a message of its own.
+    Programs print it without a traceback and exit with code 2.
     """
+
+    # Not a `ValueError`, since tyro catches those and prints them in its own way.
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless the condition holds."""
+    """Raises ConfigError with `message` unless `condition` is true."""
     if not condition:
         raise ConfigError(message)
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the pages that some libraries add."""
+    """Returns the first line of an error's message."""
+    # Some libraries add pages of explanation.
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def divisors(number: int) -> list[int]:
-    """What divides a number, ascending: for messages about what does not."""
+    """Returns the divisors of a number, ascending."""
+    # Divisors come in pairs, one of which is at most the square root.
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 
 
 @contextlib.contextmanager
 def prefix_errors(source: str) -> Iterator[None]:
-    """Puts the file that settings are made from before what is wrong with them, unless the message
-    names it."""
+    """Puts `source` before messages of ConfigError that lack it."""
     try:
         yield
     except ConfigError as error:
@@ -87,11 +89,15 @@ def prefix_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translate_settings(names: Mapping[str, str]) -> Iterator[None]:
-    """Calls settings in messages what they were given as, where `names` says so: the keys of a
-    file, the options of another command."""
+    """Renames settings in the message of a ConfigError.
+
+    Args:
+      names: for a setting, the name under which the user gave it, such as a key of a file.
+    """
     try:
         yield
     except ConfigError as error:
+        # Settings have at least one dot, which tells them from other words.
         translated = re.sub(
             r"(?:--)?\b[a-z_]+(?:\.[a-z_]+)+",
             lambda match: names.get(match[0].removeprefix("--"), match[0]),
@@ -104,19 +110,19 @@ def translate_settings(names: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """What numbers a setting takes, as part of its type: `Annotated[float, Range(above=0)]`."""
+    """Range of a number, as part of its type: `Annotated[float, Range(above=0)]`."""
 
     min: int | float = -INF
     above: int | float = -INF
     max: int | float = INF
     below: int | float = INF
     or_zero: bool = False
-    """Zero is taken as well."""
+    """Whether 0 is valid too."""
     remedy: str = ""
-    """What to do instead, where the bounds do not say it."""
+    """Hint for the user, where the bounds do not explain themselves."""
 
     def contains(self, number: int | float) -> bool:
-        """Whether a number is inside."""
+        """Returns whether a number is in the range."""
         inside = self.min <= number <= self.max and self.above < number < self.below
         return inside or (self.or_zero and number == 0)
 
@@ -134,14 +140,14 @@ class Range:
 
 
 class CheckedConfig:
-    """A frozen dataclass whose fields are checked after `__init__`; a subclass adds what crosses
-    its fields in `check`.
+    """Base of dataclasses that check their fields.
 
-    `prefix` is what messages put before the name of a field. A whole number is kept as a float
-    where the field is one.
+    Subclasses are frozen. They override `check` for conditions on several fields. Fields of type
+    float accept whole numbers and store them as floats.
     """
 
     prefix: ClassVar[str] = ""
+    """Text before the name of a field in messages."""
 
     def __init_subclass__(cls, prefix: str = "") -> None:
         super().__init_subclass__()
@@ -156,16 +162,17 @@ class CheckedConfig:
                     f" {expected}"
                 )
             if _unwrap_annotated(annotation) is float:
+                # The dataclass is frozen, which forbids plain assignment.
                 object.__setattr__(self, name, float(value))
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError where fields do not go together; each of them is good by itself."""
+        """Raises ConfigError if fields contradict each other."""
 
 
 @functools.cache
 def field_types(cls: Any) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, with their ranges."""
+    """Returns types and ranges of a dataclass's fields."""
     hints = get_type_hints(cls, include_extras=True)
     return {item.name: hints[item.name] for item in fields(cls)}
 
@@ -175,8 +182,10 @@ def _unwrap_annotated(annotation: Any) -> Any:
 
 
 def describe_mismatch(value: Any, annotation: Any) -> str:
-    """What a value must be, in words, if it is not of a setting's type or outside its range; else
-    nothing."""
+    """Describes the values that an annotation allows.
+
+    Returns an empty text if the value has the type and is in its range.
+    """
     kind = get_origin(annotation)
     if kind is Annotated:
         return describe_mismatch(value, _unwrap_annotated(annotation)) or _range_mismatch(
@@ -209,6 +218,7 @@ def describe_mismatch(value: Any, annotation: Any) -> str:
 def _range_mismatch(number: Any, kind: type, bounds: Range) -> str:
     if not bounds.contains(number):
         return str(bounds)
+    # A setting may exceed 32 bits only if its range has a maximum.
     return f"at most {INT32}" if kind is int and bounds.max == INF and number > INT32 else ""
 
 
@@ -218,16 +228,18 @@ def _has_type(value: Any, expected_type: type) -> bool:
             value == 0 or FLOAT32[0] <= abs(value) <= FLOAT32[1]
         )
     if expected_type is str:
+        # Paths and arguments of processes cannot hold NUL.
         return isinstance(value, str) and "\0" not in value
     if is_dataclass(expected_type):
-        return type(value) is expected_type  # a subclass may leave out the checks
+        return type(value) is expected_type  # a subclass may skip the checks
+    # `bool` is a subclass of `int`.
     return isinstance(value, expected_type) and (
         expected_type is not int or not isinstance(value, bool)
     )
 
 
 def _describe_expected(value: Any, expected_type: Any) -> str:
-    """What a value must be in place of what it is; the nearer it comes, the more is said."""
+    """Describes the type that a value should have."""
     if expected_type is str and isinstance(value, str):
         return "text without the character NUL"
     if expected_type is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -249,19 +261,20 @@ def _describe_type(expected_type: Any) -> str:
 
 
 def settings_classes(annotation: Any) -> list[Any]:
-    """The classes of settings that a field's type names; there are none in most."""
+    """Returns the dataclasses in a field's type."""
     return [
         candidate for candidate in (annotation, *get_args(annotation)) if is_dataclass(candidate)
     ]
 
 
 class Unused(NamedTuple):
-    """Settings, and where they do nothing."""
+    """Rule for settings without effect."""
 
     settings: str
-    """Names; one that ends in a dot stands for all that start with it."""
+    """Names of settings. A name that ends in a dot stands for all settings that start with it."""
     fact: str
-    """What makes them useless, with `c` for the config."""
+    """Condition that makes them useless, as a format string for messages. `c` is the config."""
     applies: Callable[[Any], bool]
+    """Whether the condition holds for a config."""
     set_by_files: bool = False
-    """Files say what is used instead, so that even a value that is the default is in vain."""
+    """Whether files replace the setting. If so, even its default value has no effect."""

@@ -1,5 +1,7 @@
-"""JSON objects of files that others wrote, read key by key: what has another type is named with its
-file and its key."""
+"""Typed access to JSON of other programs.
+
+Errors name the file and the key.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,18 +14,18 @@ from jaxspec.inputs.checked import ConfigError, require
 
 @dataclass(frozen=True)
 class JsonObject:
-    """The keys of an object; `source` names its file in messages. A key that is null counts as
-    absent.
+    """A JSON object with typed access to its keys.
 
-    Every method raises ConfigError for a value of another type, and for an absent key without a
-    default.
+    A null counts as a missing key. Methods raise ConfigError for a value of another type, and for a
+    missing key without a default.
     """
 
     content: Mapping[str, Any]
     source: str
+    """Name of the file in messages."""
 
     def get_int(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number that is not below `minimum`."""
+        """Returns a whole number that is at least `minimum`."""
         value = self._get_value(key, default)
         self._require_type(
             is_integer(value) and minimum <= value <= _MAX_INTEGER,
@@ -33,10 +35,11 @@ class JsonObject:
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """Returns a number above 0."""
         value = self._get_value(key, default)
         is_positive = (
             isinstance(value, int | float)
+            # JSON's true and false are of type `bool`, a subclass of `int`.
             and not isinstance(value, bool)
             and 0 < value <= _MAX_NUMBER
         )
@@ -44,19 +47,19 @@ class JsonObject:
         return float(value)
 
     def get_bool(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Returns a boolean."""
         value = self._get_value(key, default)
         self._require_type(isinstance(value, bool), key, "true or false")
         return value
 
     def get_string(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Returns a string."""
         value = self._get_value(key, default)
         self._require_type(isinstance(value, str), key, "a string")
         return value
 
     def get_strings(self, key: str) -> list[str]:
-        """A list of strings; empty where the key is absent."""
+        """Returns a list of strings. Empty if the key is missing."""
         value = self._get_value(key, [])
         self._require_type(
             isinstance(value, list) and all(isinstance(item, str) for item in value),
@@ -66,7 +69,7 @@ class JsonObject:
         return value
 
     def get_ints(self, key: str) -> list[int]:
-        """A list of whole numbers; empty where the key is absent."""
+        """Returns a list of whole numbers. Empty if the key is missing."""
         value = self._get_value(key, [])
         self._require_type(
             isinstance(value, list) and all(is_integer(item) for item in value),
@@ -76,16 +79,17 @@ class JsonObject:
         return value
 
     def get_object(self, key: str) -> "JsonObject":
-        """An object; empty where the key is absent."""
+        """Returns an object. Empty if the key is missing."""
         value = self._get_value(key, {})
         self._require_type(isinstance(value, Mapping), key, "an object or null")
         return JsonObject(value, f"{self.source}, {key}")
 
     def has_key(self, key: str) -> bool:
-        """Whether the key is there, with a value that is not null."""
+        """Returns whether a key has a value that is not null."""
         return self.content.get(key) is not None
 
     def _get_value(self, key: str, default: Any) -> Any:
+        # `get` with a default would return the null of a key.
         value = self.content.get(key)
         value = default if value is None else value
         require(
@@ -94,7 +98,8 @@ class JsonObject:
         return value
 
     def _require_type(self, is_valid: bool, key: str, expected: str) -> None:
-        if not is_valid:  # only then is the value shown: it may be as long as the file
+        # A value may be as long as its file, so it is formatted only for an error.
+        if not is_valid:
             raise ConfigError(
                 f"{self.source}: {key} is {format_value(self.content.get(key))}; it must be"
                 f" {expected}"
@@ -102,62 +107,75 @@ class JsonObject:
 
 
 _MAX_NUMBER, _MAX_INTEGER = 1e30, 2**31 - 1
-"""Larger numbers are mistakes."""
+"""Maxima of numbers and of whole numbers. Larger ones are taken as errors."""
 _MAX_VALUE_LENGTH, _MAX_NAME_LENGTH, _MAX_NAMES = 60, 300, 5
-"""Characters of a value and of a name, and names of a list, that a message shows."""
+"""Maximum characters of a value and of a name, and maximum names of a list, in a message."""
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value of JSON is a whole number; true and false are none."""
+    """Returns whether a JSON value is a whole number."""
+    # JSON's true and false are of type `bool`, a subclass of `int`.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def format_value(value: Any) -> str:
-    """A value for a message, in one line that is not too long."""
+    """Formats a value as one short line."""
     text = json.dumps(value) if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}..."
 
 
 def format_name(text: str) -> str:
-    """A name, or a reason, of somebody else's for a message: without quotes, in one line of
-    printable characters that is not too long."""
+    """Formats a name for a message, without quotes.
+
+    The result is one short line of printable characters.
+    """
+    # Line breaks or terminal codes in a file must not change how a message looks.
     plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_MAX_NAME_LENGTH])
     return plain if len(text) <= _MAX_NAME_LENGTH else f"{plain}..."
 
 
 def join_names(names: Iterable[str], separator: str = ", ") -> str:
-    """The first few names, and how many more there are, for a message."""
+    """Joins the first names, and counts the others."""
     all_names = list(names)
     suffix = f" and {len(all_names) - _MAX_NAMES} more" if len(all_names) > _MAX_NAMES else ""
     return separator.join(map(format_name, all_names[:_MAX_NAMES])) + suffix
 
 
 def is_valid_utf8(text: str) -> bool:
-    """Whether UTF-8 can hold a text: a string of JSON, or a word of the command line, may have half
-    of a character."""
+    """Returns whether a text can be encoded as UTF-8."""
+    # Strings of JSON and arguments of the command line may have unpaired surrogates.
     return text.isascii() or text.encode(errors="ignore").decode() == text
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text holds; raises ValueError for one that is not valid, or nested
-    beyond all sense."""
+    """Parses a JSON text.
+
+    Raises:
+      ValueError: the text is not valid JSON, is nested too deeply, or has a number of too many
+        digits.
+    """
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError as error:
-        # only Python's limit on what it converts is of no class of its own
+        # Only Python's limit on the digits of a number raises ValueError itself. Its own message is
+        # about a setting of Python.
         if type(error) is ValueError:
             raise ValueError("a whole number of thousands of digits") from error
         raise
 
 
 def parse_json_line(line: bytes, location: str, hint: str = "") -> dict[str, Any]:
-    """The object that a line of a JSON-lines file holds; `hint` completes "give one JSON object a
-    line" in messages.
+    """Parses a line of a JSON-lines file.
+
+    Args:
+      line: the line.
+      location: file and line number, for messages.
+      hint: text after "give one JSON object a line" in messages.
 
     Raises:
-      ConfigError: it holds something else; `location` names file and line.
+      ConfigError: the line is not a JSON object.
     """
     remedy = f"give one JSON object a line{hint}"
     try:
@@ -171,12 +189,12 @@ def parse_json_line(line: bytes, location: str, hint: str = "") -> dict[str, Any
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object in a file.
+    """Reads a JSON object from a file.
 
     Raises:
-      ConfigError: the file is missing, or holds something else.
+      ConfigError: the file is missing, or is not a JSON object.
     """
-    # a pipe would never end
+    # Reading a pipe could block forever.
     require(
         not file.exists() or file.is_file(),
         f"{file}: not a regular file; give a folder that has it as one",
@@ -195,5 +213,5 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def load_json_object(file: Path) -> JsonObject:
-    """The keys of a JSON file; raises as `read_json` does."""
+    """Reads a JSON file as a `JsonObject`. Raises the same errors as `read_json`."""
     return JsonObject(read_json(file), str(file))

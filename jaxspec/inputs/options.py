@@ -1,4 +1,4 @@
-"""Options of a command line that do not exist, and those that were meant."""
+"""Errors for unknown command-line options, with suggestions."""
 
 import dataclasses
 import difflib
@@ -8,11 +8,11 @@ from typing import Any
 from jaxspec.inputs.checked import ConfigError
 
 _MAX_SUGGESTIONS = 3
-"""Options that a message names, at most."""
+"""Maximum number of suggestions per option."""
 
 
 def option_names(settings: Any, prefix: str = "") -> Iterator[str]:
-    """Names the options that settings have: fields of dataclasses, with dots between them."""
+    """Yields the options of a config: paths of fields, with dots."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
@@ -24,15 +24,19 @@ def option_names(settings: Any, prefix: str = "") -> Iterator[str]:
 def refuse_unknown_options(
     arguments: Sequence[str], known_options: Collection[str], common_options: Sequence[str] = ()
 ) -> None:
-    """Refuses `arguments` of a command line that are no options, nor values of any.
+    """Refuses arguments that the command line does not know.
 
-    `common_options` has options in the order in which people need them.
+    Args:
+      arguments: unused arguments.
+      known_options: all options.
+      common_options: options in the order in which users need them.
 
     Raises:
-      ConfigError: there are such words; the message names the options that were meant.
+      ConfigError: there are unused arguments. The message suggests similar options.
     """
     if not arguments:
         return
+    # Values of unknown options are unused too, but the option is the error to report.
     options = [word.partition("=")[0] for word in arguments if word.startswith("--")]
     if not options:
         raise ConfigError(
@@ -54,10 +58,13 @@ def refuse_unknown_options(
 def _closest_options(
     name: str, known_options: Collection[str], common_options: Sequence[str]
 ) -> list[str]:
-    """Finds the options whose last word is that of `name`, else those that are spelt alike."""
+    """Finds options that are similar to `name`.
+
+    These have the same last word, or else a similar spelling.
+    """
     last_word = name.rpartition(".")[2]
     same_word = [option for option in known_options if option.rpartition(".")[2] == last_word]
-    # what people need comes first; other options follow in the order of settings
+    # Common options come first. The others stay in the order of settings, as the sort is stable.
     same_word.sort(
         key=lambda option: (
             common_options.index(option) if option in common_options else len(common_options)

@@ -1,5 +1,7 @@
-"""What networks are built from: the sizes that a user may give, and what a checkpoint says beside
-them."""
+"""Configs and specs of networks.
+
+A config has the settings of a user. A spec adds the facts that only a checkpoint has.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +14,38 @@ ModelType = Literal["qwen3", "qwen3_moe", "qwen2", "llama", "mimo"]
 Natural = Annotated[int, Range(min=0)]
 Count = Annotated[int, Range(min=1)]
 Positive = Annotated[float, Range(above=0)]
+# Several times the layers of any published model. Compiling more would take hours.
 LayerCount = Annotated[int, Range(min=1, max=1000)]
-"""Several times as many as any published model has; compiling more would take hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec(CheckedConfig, prefix="model.rope."):
-    """How `model.rope_factor` stretches the rotary positions; nothing here matters at factor 1 but
-    the context."""
+    """Scaling of rotary positions by `model.rope_factor`.
+
+    At factor 1, only `context` and `longest` have an effect.
+    """
 
     kind: Literal["yarn", "llama3", "linear"] = "yarn"
-    """YaRN (arXiv 2309.00071), Llama 3's bands, or all frequencies alike."""
+    """Method: YaRN (arXiv 2309.00071), Llama 3's bands, or linear scaling of all frequencies."""
     context: Natural = 0
-    """Positions that the model was made for, before any stretching; 0: not known, and not
-    checked."""
+    """Positions that the model was trained on, before any scaling. 0 = unknown and not checked."""
     longest: Natural = 0
-    """Positions that the stretched model allows for; 0: the context times rope_factor."""
+    """Positions that the scaled model allows. 0 = the context times rope_factor."""
     beta_fast: Positive = 32.0
-    """YaRN: frequencies that turn more often in the context keep their pace."""
+    """YaRN: frequencies with more turns than this in the context stay as they are."""
     beta_slow: Positive = 1.0
-    """YaRN: frequencies that turn less often are stretched by the whole factor."""
+    """YaRN: frequencies with fewer turns than this in the context are scaled by the full factor."""
     attention_factor: Annotated[float, Range(min=0)] = 0.0
-    """YaRN: factor on cosines and sines; 0: 0.1 ln(rope_factor) + 1."""
+    """YaRN: factor on cosines and sines. 0 = 0.1 ln(rope_factor) + 1."""
     truncate: bool = True
-    """YaRN: the band's ends are rounded to whole frequencies."""
+    """YaRN: whether the bounds of the band are rounded outward to whole frequencies."""
     low_freq_factor: Positive = 1.0
-    """Llama 3: as beta_slow."""
+    """Llama 3: the same as beta_slow."""
     high_freq_factor: Positive = 4.0
-    """Llama 3: as beta_fast."""
+    """Llama 3: the same as beta_fast."""
 
     def check(self) -> None:
+        # Frequencies between the two bounds are interpolated, which needs them in this order.
         for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
             pair = getattr(self, low), getattr(self, high)
             require(
@@ -52,22 +56,22 @@ class RopeSpec(CheckedConfig, prefix="model.rope."):
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec(CheckedConfig, prefix="model.family."):
-    """What the families of decoders differ in; the defaults are Qwen3's."""
+    """Differences between families of decoders. The defaults are those of Qwen3."""
 
     model_type: ModelType = "qwen3"
-    """The family's name in config.json."""
+    """Name of the family in config.json."""
     query_key_norm: bool = True
-    """RMSNorm of each query and key head."""
+    """Whether each query and key head has an RMSNorm."""
     attention_bias: bool = False
-    """Biases of the query, key and value products."""
+    """Whether the projections to queries, keys and values have biases."""
     output_bias: bool = False
-    """Bias of the attention's output product."""
+    """Whether the output projection of attention has a bias."""
     experts: Natural = 0
-    """Experts a layer, each of width `ffn`; 0: one dense feed-forward layer."""
+    """Experts per layer, each of width `ffn`. 0 = a dense feed-forward layer."""
     experts_per_token: Count = 8
-    """Experts that a token is sent to."""
+    """Experts that process a token."""
     normalize_experts: bool = True
-    """Whether the weights of a token's experts are made to sum to 1."""
+    """Whether the weights of a token's experts are normalized to a sum of 1."""
 
     def check(self) -> None:
         message = (
@@ -85,20 +89,25 @@ ARCHITECTURES: dict[str, FamilySpec] = {
     "LlamaForCausalLM": FamilySpec(model_type="llama", query_key_norm=False),
     "MiMoForCausalLM": FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True),
 }
-"""Architectures by their name in config.json; what a file may vary in them is said by
-`implied_family`."""
+"""Families by the name of their architecture in config.json.
+
+`implied_family` shows which fields a file can change.
+"""
 
 
 def implied_family(family: FamilySpec) -> FamilySpec:
-    """A family with all that its model_type fixes in place of what it says: what readers of its
-    config.json make of it."""
+    """Returns the family that readers of its config.json would build.
+
+    Fields that the model_type fixes are replaced by its values.
+    """
     defaults = next(
         entry for entry in ARCHITECTURES.values() if entry.model_type == family.model_type
     )
+    # A qwen3_moe always has experts: its config.json must state a number above 0.
     experts = (
         (family.experts or family.experts_per_token) if family.model_type == "qwen3_moe" else 0
     )
-    # the others have biases whatever the key says
+    # Other families ignore the key `attention_bias`.
     reads_biases = family.model_type in ("qwen3", "qwen3_moe", "llama")
     biases = (
         (family.attention_bias, family.attention_bias)
@@ -116,47 +125,50 @@ def implied_family(family: FamilySpec) -> FamilySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(CheckedConfig, prefix="model."):
-    """The policy: a decoder of the Qwen and Llama families, from a Hugging Face folder or with
-    sizes of its own."""
+    """The policy, a decoder of the Qwen or Llama families.
+
+    It is loaded from a Hugging Face folder, or built with the sizes given here.
+    """
 
     path: str = ""
-    """Folder of a Hugging Face checkpoint (or an id on the hub): its config.json sets all that
-    follows but rope_factor, dtype and remat; empty: these settings, and random weights or a warm
-    start."""
+    """Folder of a Hugging Face checkpoint, or an id on the hub. Its config.json sets all fields
+    from vocab on, except rope_factor, dtype and remat. If empty, the policy is built with these
+    settings, and starts from random weights or a warm start."""
     ignore: bool = False
-    """Leave out tensors of the checkpoint, and keys of its config.json, that are not known here,
-    instead of refusing them."""
+    """Whether unknown tensors of the checkpoint, and unknown keys of its config.json, are ignored
+    instead of refused."""
     vocab: Count = 40
-    """Rows of the embedding table; at least the tokenizer's size (published models pad it)."""
+    """Rows of the embedding table, at least as many as the tokenizer has tokens. Published models
+    pad the table."""
     layers: LayerCount = 12
-    """Decoder layers; a draft of kind eagle3 reads three of them by default and then needs at least
-    4."""
+    """Decoder layers. A draft of kind eagle3 reads three of them by default, and then needs at
+    least 4 layers."""
     embed: Count = 64
     """Width of the residual stream."""
     heads: Count = 4
     """Query heads."""
     kv_heads: Count = 2
-    """Key and value heads (grouped-query attention); divides `heads`."""
+    """Key and value heads, for grouped-query attention. Must divide `heads`."""
     head_size: Count = 16
-    """Size of one head; even, for rotary positions."""
+    """Size of one head. Must be even, for rotary positions."""
     ffn: Count = 192
     """Width of the SwiGLU layer."""
     rope_theta: Annotated[float, Range(above=1)] = 1e4
     """Base of the rotary frequencies."""
     rope_factor: Annotated[float, Range(min=1)] = 1.0
-    """Stretches the positions of a checkpoint for contexts so many times as long, by YaRN (arXiv
-    2309.00071); 1: as they are."""
+    """Factor by which YaRN (arXiv 2309.00071) extends a checkpoint's context. 1 = no change."""
     norm_eps: Positive = 1e-6
-    """Added to the mean square in RMSNorm."""
+    """Constant added to the mean square in RMSNorm."""
     tied: bool = True
     """Whether the output head is the embedding table."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the matmuls; master weights are float32 (float64 with `float64`)."""
+    """Type of matrix products. Master weights are float32, or float64 with `float64`."""
     remat: bool = True
-    """Recompute each layer in the backward pass instead of storing what it needs: far less memory
-    for a pass more."""
+    """Whether the backward pass recomputes each layer instead of storing its activations. This
+    takes far less memory, at the cost of another forward pass."""
 
     def check(self) -> None:
+        # Bounded, since an absurd number of heads would take long to list.
         choices = ", ".join(
             str(count) for count in range(1, min(self.heads, 1000) + 1) if self.heads % count == 0
         )
@@ -168,49 +180,55 @@ class ModelConfig(CheckedConfig, prefix="model."):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelConfig, prefix="model."):
-    """A decoder as it is built: the sizes, and what only a checkpoint says."""
+    """Specification of a decoder.
+
+    It has the settings of a user, and the facts that only a checkpoint has.
+    """
 
     rope: RopeSpec = field(default_factory=RopeSpec)
     family: FamilySpec = field(default_factory=FamilySpec)
 
     def check(self) -> None:
         super().check()
+        # YaRN and Llama 3 scale each frequency by its turns in the original context. Linear scaling
+        # does not use the context.
         is_known = self.rope_factor == 1 or self.rope.kind == "linear" or self.rope.context > 0
         require(
             is_known or bool(self.path),
-            f"model.rope_factor is {self.rope_factor}, and how many positions the model was trained"
-            " on is not known; give a checkpoint (model.path) whose config.json says it",
+            f"model.rope_factor is {self.rope_factor}, but the number of positions that the model"
+            " was trained on is unknown; give a checkpoint (model.path) whose config.json has it",
         )
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> ModelSpec:
-        """The decoder of a model without a checkpoint: of Qwen3's family."""
+        """Makes the spec of a model of Qwen3's family."""
         return model if isinstance(model, ModelSpec) else cls(**vars(model))
 
     @property
     def max_positions(self) -> int:
-        """Positions that the model allows for; 0: not known."""
+        """Maximum number of positions. 0 = unknown."""
         return self.rope.longest or int(self.rope.context * self.rope_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(CheckedConfig, prefix="head."):
-    """The form of an EAGLE-3 head, in which published ones differ; a head that is loaded brings its
-    own."""
+    """Variants of EAGLE-3 heads. A loaded head has its own values."""
 
     taps: tuple[Natural, ...] = ()
-    """Numbers of the policy's layers applied where its residual stream is read; empty: those of a
-    loaded head, else 2, L//2 and L-3."""
+    """Positions in the policy's residual stream that the head reads, as numbers of layers applied
+    before. If empty, those of a loaded head, or else 2, L//2 and L-3."""
     use_taps: bool = True
-    """False: the head reads the policy's final-norm hidden state, as it is."""
+    """Whether the head reads the taps. If not, it reads the policy's hidden state after the final
+    norm."""
     norm_before_fuse: bool = False
-    """One RMSNorm over the joined taps."""
+    """Whether there is one RMSNorm over the joined taps."""
     fuse_norms: bool = False
-    """An RMSNorm for each tap (EAGLE-3.1)."""
+    """Whether each tap has an RMSNorm (EAGLE-3.1)."""
     norm_before_residual: bool = False
-    """The residual stream starts with the normed hidden state."""
+    """Whether the residual stream starts with the hidden state after its norm."""
     norm_output: bool = False
-    """Deeper steps are fed the final-norm output instead of what precedes it (EAGLE-3.1)."""
+    """Whether later steps read the hidden state after the final norm, instead of before it
+    (EAGLE-3.1)."""
 
     def check(self) -> None:
         require(
@@ -231,61 +249,64 @@ class HeadConfig(CheckedConfig, prefix="head."):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec(HeadConfig, prefix="head."):
-    """An EAGLE-3 head as it is built: its form, and what only a loaded one has."""
+    """Specification of an EAGLE-3 head.
+
+    It has the settings of a user, and the facts that only a loaded head has.
+    """
 
     logit_scale: Positive = 1.0
     """Factor on the logits."""
     own_embedding: bool = False
-    """An embedding table of its own, which is not trained; False: the policy's."""
+    """Whether the head has a separate, frozen embedding table. If not, it uses the policy's."""
 
     @classmethod
     def from_config(cls, head: HeadConfig) -> HeadSpec:
-        """The head that training starts from without a checkpoint."""
+        """Makes the spec of a new head."""
         return head if isinstance(head, HeadSpec) else cls(**vars(head))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(CheckedConfig, prefix="lora."):
-    """Low-rank adapters (LoRA, arXiv 2106.09685) in the form of PEFT."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) in the format of PEFT."""
 
     rank: Natural = 0
-    """Train adapters of this rank instead of the policy's weights; 0: train the weights."""
+    """Rank of adapters that are trained instead of the policy's weights. 0 = no adapters."""
     alpha: Positive = 32.0
-    """The adapters' product is scaled by alpha / rank."""
+    """Scale of the adapters. Their product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...); empty: all of attention
-    and of a feed-forward layer without experts."""
+    """Weights that get an adapter, by PEFT's names (q_proj, up_proj, ...). If empty, all weights of
+    attention and of feed-forward layers without experts."""
     path: str = ""
-    """Folder of PEFT adapters that are merged into the policy's weights when these are loaded."""
+    """Folder of PEFT adapters to merge into the policy's weights when these are loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSpec:
-    """A draft as it is built: all of a run that a kind of draft may look at."""
+    """Specification of a draft: all facts of a run that a kind of draft may use."""
 
     kind: str
     max_length: int
-    """The most tokens a round (K)."""
+    """Maximum draft length of a round (K)."""
     policy: ModelSpec
     decoder: ModelSpec | None
-    """The decoder of a draft that was loaded; None: it is made for the policy."""
+    """Decoder of a loaded draft. None if the draft is made for the policy."""
     head: HeadSpec
     vocab: int
-    """Tokens of its own vocabulary; 0: the policy's."""
+    """Tokens of the draft's own vocabulary. 0 = the policy's vocabulary."""
     ffn: int
-    """Width of its feed-forward layer; 0: the policy's."""
+    """Width of the draft's feed-forward layer. 0 = the policy's width."""
     layers: int
     embedding_first: bool
     path: str
-    """Folder of a trained draft; empty: there is none."""
+    """Folder of a trained draft, or empty."""
     tap_convention: Literal["auto", "boundary", "output_of"]
     lookup: str
-    """The kind of look-up in use, alone or beside a learned draft, or `none`."""
+    """Kind of look-up, used alone or with a learned draft, or `none`."""
     rule: Literal["vllm", "hf", "latest"]
     min_match: int
     max_match: int
     group_size: int
     row_length: int
-    """Tokens of the longest row, prompt and response."""
+    """Maximum tokens of a row, with prompt and response."""
     depths: int
-    """Depths at which it is trained; 0: it is not."""
+    """Number of depths at which the draft is trained. 0 = not trained."""

@@ -1,4 +1,4 @@
-"""Where the randomness of a run comes from: every use of its seed has a stream of its own."""
+"""Random streams of a run. Each use of its seed has a separate stream."""
 
 from enum import IntEnum, auto
 
@@ -8,39 +8,45 @@ from jaxtyping import Array, Int, Key
 
 
 class Stream(IntEnum):
-    """Uses of a run's seed; those of calls stand in `Prompts.stream`."""
+    """Uses of a run's seed. `Prompts.stream` holds that of a generation call."""
 
+    # New uses are added at the end: the values are part of the keys of all streams.
     TRAIN = 0
     EVALUATE = auto()
     OFFLINE = auto()
-    """Responses on which a draft is trained."""
+    """Responses for offline training of a draft."""
     SAMPLE = auto()
     REMEMBER = auto()
     """Answers of an earlier epoch, in a benchmark."""
     COMPARE = auto()
-    """Plain and speculative decoding of the same prompts."""
+    """Comparison of plain and speculative decoding on the same prompts."""
     PILOT = auto()
-    """What a draft is worth, before draft lengths are chosen by it."""
+    """Measurement of a draft before draft lengths are chosen."""
     POLICY_WEIGHTS = auto()
     DRAFT_WEIGHTS = auto()
     ADAPTERS = auto()
     DOCUMENTS = auto()
-    """Of the warm start."""
+    """Documents of the warm start."""
     ORDER = auto()
-    """In which a draft is trained on texts."""
+    """Order of texts in the training of a draft."""
     CORPUS = auto()
-    """The built-in text."""
+    """Built-in corpus of texts."""
     ROUNDING = auto()
-    """Of merged adapters, by the version of the weights."""
+    """Rounding of merged adapters, numbered by weight version."""
 
 
 def stream_key(
     seed: int, stream: Int[Array, ""] | int, number: Int[Array, ""] | int = 0
 ) -> Key[Array, ""]:
-    """The key of use `number` of a stream, such as a batch; both may be traced."""
+    """Returns the key of an item of a stream.
+
+    Items are numbered, such as batches. Stream and number may be traced.
+    """
+    # Two folds, since a sum of stream and number would give some pairs the same key.
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), number)
 
 
 def stream_rng(seed: int, stream: Stream, number: int = 0) -> np.random.Generator:
-    """The generator of use `number` of a stream, for what is drawn on the host."""
+    """Returns the NumPy generator of an item of a stream."""
+    # For draws on the host, where a JAX key would start a computation on a device.
     return np.random.default_rng([seed, stream, number])

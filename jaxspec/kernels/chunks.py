@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-from jaxspec.mesh import gpus_in_scope
+from jaxspec.mesh import has_gpus_in_scope
 from jaxspec.state import PyTree
 
 CHUNK_ELEMENTS = 2**25
@@ -83,7 +83,7 @@ def map_masked(
 
 def _should_compact(elements_per_position: int) -> bool:
     """Whether computing a function at wanted positions alone pays for moving them."""
-    return elements_per_position >= WIDE_ELEMENTS and not gpus_in_scope()
+    return elements_per_position >= WIDE_ELEMENTS and not has_gpus_in_scope()
 
 
 def _split_chunks(array: Shaped[Array, "B T ..."], chunk: int) -> Shaped[Array, "c B chunk ..."]:
@@ -270,7 +270,7 @@ _reorder_positions.defvjp(
 
 def _chunk_length(length: int, elements_per_position: int) -> int:
     """Positions of a chunk; on GPUs chunks are about equal, so that the last one is not padded."""
-    if not gpus_in_scope():
+    if not has_gpus_in_scope():
         return max(1, min(length, CHUNK_ELEMENTS // elements_per_position))
     max_positions = max(1, min(CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU // elements_per_position))
     even_positions = -(-length // -(-length // max_positions))

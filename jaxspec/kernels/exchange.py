@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.mesh import EXPERT, gpus_in_scope
+from jaxspec.mesh import EXPERT, has_gpus_in_scope
 
 
 def all_to_all_counts(counts: Int[Array, " X"]) -> Int[Array, " X"]:
@@ -24,7 +24,7 @@ def all_to_all_rows(
     On GPUs only those rows travel; elsewhere XLA cannot do that, and all `n` do, the most that
     there can be.
     """
-    if not gpus_in_scope():
+    if not has_gpus_in_scope():
         return lax.all_to_all(rows, EXPERT, 0, 0, tiled=True)
     members, capacity, width = rows.shape
     member_ids = jnp.arange(members, dtype=jnp.int32)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
-from jaxspec.mesh import ROLLOUT_RULES, TENSOR, accelerated, on_each_member, shardings
+from jaxspec.mesh import ROLLOUT_RULES, TENSOR, assign_shardings, has_accelerators, shard_map_tensor
 
 REPLICATED = P()
 ReadySignal = Bool[Array, ""]
@@ -26,7 +26,7 @@ ReadySignal = Bool[Array, ""]
 
 def needs_ordering(mesh: Mesh) -> bool:
     """Whether a program for this mesh must keep the order by itself."""
-    return mesh.size > 1 and not accelerated(mesh)
+    return mesh.size > 1 and not has_accelerators(mesh)
 
 
 def signal_ready(leaf: Array, spec: P = REPLICATED) -> ReadySignal:
@@ -42,7 +42,7 @@ def signal_ready(leaf: Array, spec: P = REPLICATED) -> ReadySignal:
         return signal_shard(leaf)
     # Each member looks at its own part, and finds what the others find.
     shard_spec = P(*(TENSOR if axis == TENSOR else None for axis in spec))
-    return on_each_member(signal_shard, shard_spec, P())(leaf)
+    return shard_map_tensor(signal_shard, shard_spec, P())(leaf)
 
 
 def signal_all_ready(
@@ -55,7 +55,7 @@ def signal_all_ready(
             jnp.stack([signal_ready(leaf) for leaf in jax.tree.leaves(tree) if leaf.size])
         )
 
-    layout = shardings(mesh, tree, axes, ROLLOUT_RULES)
+    layout = assign_shardings(mesh, tree, axes, ROLLOUT_RULES)
     specs = jax.tree.map(lambda sharding: sharding.spec, layout)
     return jax.shard_map(
         signal_local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels.visible import AttentionMask
-from jaxspec.mesh import TENSOR, kind_in_scope, on_each_member
+from jaxspec.mesh import TENSOR, device_kind_in_scope, shard_map_tensor
 
 TILE_QUERIES = 64
 """Rows of a product of a warp group: so many queries may share a head of keys and values."""
@@ -34,7 +34,7 @@ HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 def has_hopper_gpus() -> bool:
     """Whether the devices of the mesh in scope are Hopper GPUs; those of other generations multiply
     by other instructions."""
-    device_words = kind_in_scope().replace("-", " ").split()
+    device_words = device_kind_in_scope().replace("-", " ").split()
     return any(name in device_words for name in HOPPER_NAMES)
 
 
@@ -87,7 +87,7 @@ def attend_pages(
 
     # the compiler does not split a kernel by itself
     by_head = P(None, TENSOR), P(None, None, TENSOR), P(None, None, TENSOR), P(), P(), P(), P()
-    partials = on_each_member(run_kernel, by_head, P(None, TENSOR))(
+    partials = shard_map_tensor(run_kernel, by_head, P(None, TENSOR))(
         query_tile, keys, values, layer[None], pages, limits, page_counts
     )
     max_score, weight_sum, weighted_values = (

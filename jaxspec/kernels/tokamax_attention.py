@@ -16,7 +16,7 @@ from jax.extend import backend
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxspec.mesh import TENSOR, gpus_in_scope, kind_in_scope, on_each_member
+from jaxspec.mesh import TENSOR, device_kind_in_scope, has_gpus_in_scope, shard_map_tensor
 
 MOSAIC, TRITON = "mosaic_gpu", "triton"
 MAX_HEAD_SIZE = 128
@@ -63,7 +63,7 @@ def choose_implementation(
     query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]
 ) -> str | None:
     """The kernels that attend on the GPUs of the mesh in scope; None: none do."""
-    if not gpus_in_scope():
+    if not has_gpus_in_scope():
         return None
     mesh = jax.sharding.get_abstract_mesh()
     # Neither is split by itself: other axes than `tensor` must be manual here, and a head's queries
@@ -74,7 +74,7 @@ def choose_implementation(
         return None
     # Kernels are written for a generation, and tokamax asks the default device for its own.
     default = backend.get_default_device()
-    if default.device_kind != kind_in_scope():
+    if default.device_kind != device_kind_in_scope():
         return None
     capability = float(default.compute_capability)
     if 9 <= capability < 11:
@@ -109,4 +109,4 @@ def attend_causal(
         return tokamax.implementations[implementation](query, key, value, mask=mask)
 
     by_head = P(None, None, TENSOR)
-    return on_each_member(run_kernel, (by_head,) * 3 + (P(),), by_head)(query, key, value, first)
+    return shard_map_tensor(run_kernel, (by_head,) * 3 + (P(),), by_head)(query, key, value, first)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.kernels.cpu_layouts import wide_product
 from jaxspec.kernels.exchange import all_to_all_counts, all_to_all_rows
 from jaxspec.kernels.grouped import ExpertWeights, expert_swiglu
-from jaxspec.mesh import TENSOR, on_each_member, summed_over_members
+from jaxspec.mesh import TENSOR, shard_map_tensor, sum_over_tensor
 
 MAX_RECEIVED_BYTES = 2**27
 """Of what can arrive at a holder at once: more than keep its products busy."""
@@ -86,11 +86,11 @@ def mixture_of_experts(
             outputs = expert_swiglu(tokens, *routing, experts, layer=layer)
         else:
             outputs = _run_in_pieces(tokens, routing, experts, expert_shards, layer)
-        return summed_over_members(outputs.astype(tokens.dtype))
+        return sum_over_tensor(outputs.astype(tokens.dtype))
 
     lead_axes = () if layer is None else (None,)
     columns, rows = P(*lead_axes, None, None, TENSOR), P(*lead_axes, None, TENSOR)
-    run_experts = on_each_member(run_shard, (P(), P(), (columns, columns, rows), P()), P())
+    run_experts = shard_map_tensor(run_shard, (P(), P(), (columns, columns, rows), P()), P())
     return run_experts(tokens, Routing(expert_ids, weights), experts, layer).reshape(
         x.shape
     ), traffic

@@ -17,7 +17,7 @@ from jaxspec.kernels.cpu_layouts import (
     split_weight,
     transpose_weight,
 )
-from jaxspec.mesh import ROLLOUT_RULES, TENSOR, by_rows, shardings
+from jaxspec.mesh import ROLLOUT_RULES, TENSOR, assign_shardings, keep_row_axes
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.layers import LOGICAL_AXES
 
@@ -73,8 +73,8 @@ def fastest_layout(
 def shard_specs(mesh: Mesh, networks: Any) -> Any:
     """How weights that generation reads are split over what splits rows: every shard has all of
     them, but of the experts its own."""
-    sharding_tree = shardings(mesh, networks, LOGICAL_AXES, ROLLOUT_RULES)
-    return jax.tree.map(lambda sharding: by_rows(sharding.spec), sharding_tree)
+    sharding_tree = assign_shardings(mesh, networks, LOGICAL_AXES, ROLLOUT_RULES)
+    return jax.tree.map(lambda sharding: keep_row_axes(sharding.spec), sharding_tree)
 
 
 def apply_layout(network: Any, layout: WeightLayout) -> Any:

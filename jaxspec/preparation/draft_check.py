@@ -17,22 +17,22 @@ from jaxspec import mesh as meshes
 from jaxspec.drafts.base import Learned
 from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.models.layers import cast_floats
-from jaxspec.rl.draft_objective import Objective, draft_loss, total_variation
-from jaxspec.rl.train_batch import whole_rows
+from jaxspec.rl.draft_objective import DraftObjective, compute_draft_loss, total_variation
+from jaxspec.rl.train_batch import rows_to_pack
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import Pack, PyTree
 
-POOR, CHANCE = 0.5, 0.2
+POOR_AGREEMENT, CHANCE_AGREEMENT = 0.5, 0.2
 """Agreement below which repairs are tried, and below which a draft for which none helps is taken to
 be made for other weights: published heads agree with their policy in more than half of all tokens,
 miswired ones in 1 to 15 %, weak ones in between."""
-BETTER, TIMES = 0.15, 1.5
+REPAIR_GAIN, REPAIR_FACTOR = 0.15, 1.5
 """A repair must agree in so much more of the tokens, and so many times as often, to be named."""
-LEAST = 64
+MIN_TOKENS = 64
 """Predicted tokens without which nothing is concluded."""
 
 
-class Reading(NamedTuple):
+class DraftCheck(NamedTuple):
     """What a draft does on text, by depth (1, 2, ...), after true tokens."""
 
     agreement: list[float]
@@ -45,93 +45,104 @@ class Reading(NamedTuple):
     """What is wired wrongly, and what mends it; or that the draft is useless; empty: neither."""
 
 
-def measured_agreement(
+def measure_agreement(
     generator: Generator,
     kind: Learned,
     policy: Decoder,
     network: PyTree,
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
-) -> Reading:
+) -> DraftCheck:
     """Compares a draft with its policy on texts of `lengths` tokens, and looks for the wrong wire
     where they do not agree.
 
     `tokens` are the same in all processes: a few dozen prompts, or whole texts.
     """
-    inside = np.arange(tokens.shape[1]) < lengths[:, None]
-    texts = whole_rows(
-        *jax.device_put((np.asarray(tokens, np.int32), inside), meshes.replicated(generator.mesh))
+    is_token = np.arange(tokens.shape[1]) < lengths[:, None]
+    texts = rows_to_pack(
+        *jax.device_put(
+            (np.asarray(tokens, np.int32), is_token), meshes.replicated_sharding(generator.mesh)
+        )
     )
     dtype, taps = jnp.dtype(generator.dtype), generator.taps
 
-    def read(
+    def evaluate_network(
         network: PyTree, taps: tuple[int, ...], depths: int
     ) -> tuple[Float[np.ndarray, " A"], Float[np.ndarray, " A"]]:
         temperature = generator.settings.processing.temperature
-        objective = Objective(total_variation, depths, 1.0, temperature, kind.unroll)
-        found = _read(policy, network, _pass(policy, texts, taps, dtype), texts, objective, dtype)
-        return jax.device_get(jax.device_put(found, meshes.replicated(generator.mesh)))
+        objective = DraftObjective(total_variation, depths, 1.0, temperature, kind.unroll)
+        shares = _evaluate_draft(
+            policy, network, _run_policy(policy, texts, taps, dtype), texts, objective, dtype
+        )
+        return jax.device_get(jax.device_put(shares, meshes.replicated_sharding(generator.mesh)))
 
-    agreement, acceptance = read(network, taps, max(2, generator.draft_length))
-    skipped = 1 + int(kind.unroll.before(1)[0])  # tokens before the first that is predicted
-    reading = Reading(
+    agreement, acceptance = evaluate_network(network, taps, max(2, generator.draft_length))
+    skipped = 1 + int(kind.unroll.min_context(1)[0])  # tokens before the first that is predicted
+    check = DraftCheck(
         agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum())
     )
-    poor = next((depth for depth, share in enumerate(reading.agreement[:2]) if share < POOR), None)
-    if poor is None or reading.tokens < LEAST:
-        return reading
-    readings = {}
-    for repair in kind.repairs(network, taps, policy.config):
-        agreement, _ = read(repair.network, repair.taps, poor + 1)
-        readings[repair[:2]] = float(agreement[poor])
-    return reading._replace(warning=_diagnosis(reading.agreement[poor], poor + 1, readings))
-
-
-def report(reading: Reading) -> str:
-    """What `measured_agreement` found, in one line."""
-    if not reading.tokens:
-        return "the draft could not be compared with the policy: no prompt has three tokens"
-    shares = ", ".join(f"{share:.0%}" for share in reading.agreement)
-    overlaps = ", ".join(f"{share:.2f}" for share in reading.acceptance)
-    kept = 1 + np.cumprod(reading.acceptance).sum()
-    agrees = (
-        f"the draft's likeliest token is the policy's in {shares} of {reading.tokens} prompt tokens"
+    poor_depth = next(
+        (depth for depth, share in enumerate(check.agreement[:2]) if share < POOR_AGREEMENT), None
     )
-    return f"{agrees} (by depth); expected acceptance {overlaps}, hence {kept:.2f} tokens a round"
+    if poor_depth is None or check.tokens < MIN_TOKENS:
+        return check
+    readings = {}
+    for repair in kind.list_repairs(network, taps, policy.config):
+        agreement, _ = evaluate_network(repair.network, repair.taps, poor_depth + 1)
+        readings[repair[:2]] = float(agreement[poor_depth])
+    return check._replace(warning=_diagnose(check.agreement[poor_depth], poor_depth + 1, readings))
 
 
-def _diagnosis(share: float, depth: int, readings: dict[tuple[str, str], float]) -> str:
-    poor = f"the draft agrees with the policy in {share:.0%} of the tokens at depth {depth}"
-    best = max(readings, key=lambda repair: readings[repair], default=None)
-    if best is not None and readings[best] >= max(share + BETTER, share * TIMES):
-        says, mend = best
-        return f"{poor}, but in {readings[best]:.0%} if {says}: set {mend}"
-    if share >= CHANCE:
-        return ""
-    tried = (
-        f"; none of these mends it: {', '.join(says for says, _ in readings)}" if readings else ""
+def describe_check(check: DraftCheck) -> str:
+    """What `measure_agreement` found, in one line."""
+    if not check.tokens:
+        return "the draft could not be compared with the policy: no prompt has three tokens"
+    shares = ", ".join(f"{share:.0%}" for share in check.agreement)
+    overlaps = ", ".join(f"{share:.2f}" for share in check.acceptance)
+    round_tokens = 1 + np.cumprod(check.acceptance).sum()
+    agreement_text = (
+        f"the draft's likeliest token is the policy's in {shares} of {check.tokens} prompt tokens"
     )
     return (
-        f"{poor}{tried}. Most likely it was trained for other weights; train it further"
+        f"{agreement_text} (by depth); expected acceptance {overlaps}, hence"
+        f" {round_tokens:.2f} tokens a round"
+    )
+
+
+def _diagnose(share: float, depth: int, readings: dict[tuple[str, str], float]) -> str:
+    poor_text = f"the draft agrees with the policy in {share:.0%} of the tokens at depth {depth}"
+    best_repair = max(readings, key=lambda repair: readings[repair], default=None)
+    if best_repair is not None and readings[best_repair] >= max(
+        share + REPAIR_GAIN, share * REPAIR_FACTOR
+    ):
+        fault, remedy = best_repair
+        return f"{poor_text}, but in {readings[best_repair]:.0%} if {fault}: set {remedy}"
+    if share >= CHANCE_AGREEMENT:
+        return ""
+    tried_text = (
+        f"; none of these mends it: {', '.join(fault for fault, _ in readings)}" if readings else ""
+    )
+    return (
+        f"{poor_text}{tried_text}. Most likely it was trained for other weights; train it further"
         " (--offline.steps), or leave it out"
     )
 
 
 @partial(jax.jit, static_argnames=("taps", "dtype"))
-def _pass(policy: Decoder, texts: Pack, taps: tuple[int, ...], dtype: Any) -> DecoderOutput:
+def _run_policy(policy: Decoder, texts: Pack, taps: tuple[int, ...], dtype: Any) -> DecoderOutput:
     return cast_floats(policy, dtype)(texts.tokens, texts.positions, taps=taps)
 
 
 @partial(jax.jit, static_argnames=("objective", "dtype"))
-def _read(
+def _evaluate_draft(
     policy: Decoder,
     network: PyTree,
     forward: DecoderOutput,
     texts: Pack,
-    objective: Objective,
+    objective: DraftObjective,
     dtype: Any,
 ) -> tuple[Float[Array, " A"], Float[Array, " A"]]:
-    found = draft_loss(
+    outputs = compute_draft_loss(
         cast_floats(network, dtype), cast_floats(policy, dtype), forward, texts, objective
     )
-    return found.agreement, found.acceptance
+    return outputs.agreement, outputs.acceptance

@@ -19,22 +19,22 @@ from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.texts import TextFile
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract_prompts, put
+from jaxspec.host.programs import abstract_prompts, put_like
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.train_batch import States, texts_to_learn
+from jaxspec.rl.train_batch import PolicyStates, build_text_batch
 from jaxspec.state import FAILED, Prompts, PyTree
 from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import Tokenizer
 
-HELD_OUT = 16
+HELD_OUT_INTERVAL = 16
 """One batch of samples in so many is never trained on."""
-MOST_STATES = 4 << 30
+MAX_STATE_BYTES = 4 << 30
 """Bytes that the policy's states may take, if that is no more than a quarter of the memory."""
 
 
-class Rows(NamedTuple):
+class TextRows(NamedTuple):
     """Sequences that a draft is trained on or measured by."""
 
     tokens: Int32[np.ndarray, "rows length"]
@@ -43,24 +43,24 @@ class Rows(NamedTuple):
     text."""
 
 
-def answered(batch: SftBatch) -> Rows:
+def rows_from_sft(batch: SftBatch) -> TextRows:
     """Prompts with their responses, of which the latter are to be predicted."""
     positions = np.arange(batch.tokens.shape[1])
-    return Rows(
+    return TextRows(
         batch.tokens,
         (positions >= batch.prompt_lengths[:, None]) & (positions < batch.lengths[:, None]),
     )
 
 
-def split(offline: OfflineConfig) -> tuple[range, range]:
+def hold_out_batches(offline: OfflineConfig) -> tuple[range, range]:
     """Numbers of the batches of samples to train on, and of those held out: the last ones, at least
     one."""
     count = -(-offline.samples // offline.rows)
-    first = count - max(1, count // HELD_OUT)
+    first = count - max(1, count // HELD_OUT_INTERVAL)
     return range(first), range(first, count)
 
 
-def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
+def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     """Returns what answers batch number n of the training prompts, once each, under the rollout's
     own processing.
 
@@ -69,37 +69,39 @@ def responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     """
     config, rows = job.config, job.config.offline.rows
     # those of the config are for other prompts
-    plain = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
-    alone = dataclasses.replace(plain, past=0)
+    plain_generator = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
+    generator = dataclasses.replace(plain_generator, past=0)
     stream = load_sets(config, job.tokenizer, require_answers=False).make_stream(config.seed)
-    like = abstract_prompts(alone, rows)
+    abstract_batch = abstract_prompts(generator, rows)
 
-    @partial(jax.jit, out_shardings=meshes.replicated(job.mesh))
+    @partial(jax.jit, out_shardings=meshes.replicated_sharding(job.mesh))
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
-        rollout = alone.generate(alone.sync(policy, None, alone.start()), prompts)
-        ends = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
-        return rollout.tokens, rollout.prompt_lengths, ends
+        rollout = generator.generate(generator.sync(policy, None, generator.start()), prompts)
+        lengths = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
+        return rollout.tokens, rollout.prompt_lengths, lengths
 
     def respond(number: int) -> SftBatch:
-        chosen = [stream[number * rows + row] for row in range(rows)]
-        tokens, lengths = pad_prompts(chosen, config.data.max_prompt_length, job.tokenizer.pad_id)
-        parts: dict[str, Any] = {
+        problems = [stream[number * rows + row] for row in range(rows)]
+        tokens, lengths = pad_prompts(problems, config.data.max_prompt_length, job.tokenizer.pad_id)
+        fields: dict[str, Any] = {
             "tokens": tokens,
             "lengths": lengths,
             "live": np.ones(rows, bool),
             "stream": np.asarray(Stream.OFFLINE, np.int32),
             "batch": np.asarray(number, np.int32),
-            "history": np.zeros(like.history.shape, np.int32),
-            "history_lengths": np.zeros(like.history_lengths.shape, np.int32),
+            "history": np.zeros(abstract_batch.history.shape, np.int32),
+            "history_lengths": np.zeros(abstract_batch.history_lengths.shape, np.int32),
         }
-        return SftBatch(*jax.device_get(generate(policy, put(Prompts(**parts), like))))
+        return SftBatch(
+            *jax.device_get(generate(policy, put_like(Prompts(**fields), abstract_batch)))
+        )
 
     return respond
 
 
-def training_text(
+def read_training_text(
     config: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], Any]
-) -> Rows | None:
+) -> TextRows | None:
     """The rows of `offline.text`, of a file no more than the updates take; None where the policy's
     own responses are trained on. `say` is told what a file repeats, leaves empty, or has too long.
 
@@ -110,7 +112,7 @@ def training_text(
     rng = stream_rng(config.seed, Stream.CORPUS)
     if offline.text == "generic":
         corpus = dataclasses.replace(config.sft, format="text")
-        return answered(
+        return rows_from_sft(
             arithmetic.sample_sft_batch(
                 config.data, corpus, tokenizer, rng, offline.samples, length
             )
@@ -118,47 +120,47 @@ def training_text(
     if not offline.text:
         return None
     file = TextFile(offline.text, tokenizer, bool(config.data.tokenizer), length)
-    return Rows(*file.read_rows(offline.steps * offline.rows, rng, say))
+    return TextRows(*file.read_rows(offline.steps * offline.rows, rng, say))
 
 
-def joined(batches: Sequence[Rows]) -> Rows:
+def join_rows(batches: Sequence[TextRows]) -> TextRows:
     """All rows of some batches."""
-    return Rows(*(np.concatenate(part) for part in zip(*batches, strict=True)))
+    return TextRows(*(np.concatenate(arrays) for arrays in zip(*batches, strict=True)))
 
 
-def in_use(batches: Sequence[Rows]) -> Rows:
+def select_usable_rows(batches: Sequence[TextRows]) -> TextRows:
     """All rows of some batches but those with nothing to predict: what made a response fail would
     fail the learner's pass as well.
 
     Raises:
       ConfigError: nothing is left.
     """
-    rows = joined(batches)
-    used = np.asarray(rows.mask.any(axis=1))
-    lost = (
-        f"all {len(used)} responses of the policy failed (logits that are not finite), so there is"
-        " nothing to train a draft on"
+    rows = join_rows(batches)
+    is_usable = np.asarray(rows.mask.any(axis=1))
+    message = (
+        f"all {len(is_usable)} responses of the policy failed (logits that are not finite), so"
+        " there is nothing to train a draft on"
     )
     require(
-        bool(used.any()),
-        f"{lost} or to measure it by; check the policy's weights, or set --model.dtype float32",
+        bool(is_usable.any()),
+        f"{message} or to measure it by; check the policy's weights, or set --model.dtype float32",
     )
-    return Rows(rows.tokens[used], rows.mask[used])
+    return TextRows(rows.tokens[is_usable], rows.mask[is_usable])
 
 
-def in_batches(rows: Rows, size: int) -> list[Rows]:
+def batch_rows(rows: TextRows, size: int) -> list[TextRows]:
     """Rows in order, in batches of `size`; the last is filled up with rows of which nothing is to
     be predicted."""
     places = np.arange(-(-len(rows.tokens) // size) * size)
-    tokens, mask = (part[places % len(rows.tokens)] for part in rows)
+    tokens, mask = (array[places % len(rows.tokens)] for array in rows)
     mask[len(rows.tokens) :] = False
     return [
-        Rows(tokens[first : first + size], mask[first : first + size])
+        TextRows(tokens[first : first + size], mask[first : first + size])
         for first in range(0, len(places), size)
     ]
 
 
-def batch_of(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
+def select_batch(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
     """Batch `number` of an endless stream of `rows`, which are shuffled anew each epoch.
 
     It depends on nothing but the arguments. Rows may be any tree of arrays [rows ...].
@@ -169,11 +171,11 @@ def batch_of(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
         epoch: stream_rng(seed, Stream.ORDER, epoch).permutation(count)
         for epoch in set((places // count).tolist())
     }
-    chosen = [orders[place // count][place % count] for place in places.tolist()]
-    return jax.tree.map(lambda part: part[chosen], rows)
+    row_numbers = [orders[place // count][place % count] for place in places.tolist()]
+    return jax.tree.map(lambda array: array[row_numbers], rows)
 
 
-def states_fit(job: Job, rows: Rows) -> bool:
+def should_keep_states(job: Job, rows: TextRows) -> bool:
     """Whether the policy's states at all tokens of `rows` are to be kept: updates need them again,
     and this machine has room for them."""
     config = job.config
@@ -181,30 +183,42 @@ def states_fit(job: Job, rows: Rows) -> bool:
     widths = (1 + len(job.step.learner.taps)) * config.model.embed
     size = rows.tokens.size * widths * jnp.dtype(config.model.dtype).itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fits = size <= min(MOST_STATES, memory // 4)
+    fits = size <= min(MAX_STATE_BYTES, memory // 4)
     return rows_read > len(rows.tokens) and fits and jax.process_count() == 1
 
 
-def read_states(job: Job, policy: Decoder, rows: Rows, micro: int, progress: Progress) -> States:
-    """Runs the policy once over all `rows`, in micro-batches of `micro` positions a data shard."""
-    learner, size = job.step.learner.for_texts(None, tokens=micro), job.config.offline.rows
-    read = jax.jit(learner.passes.states)
-    count, kept = len(rows.tokens), None
-    for number, batch in enumerate(in_batches(rows, size)):
-        found = jax.device_get(read(policy, texts_to_learn(*batch, job.mesh, micro)))
-        if kept is None:  # in place, since they may fill half of the memory
-            kept = jax.tree.map(lambda leaf: np.empty((count, *leaf.shape[1:]), leaf.dtype), found)
+def compute_states(
+    job: Job, policy: Decoder, rows: TextRows, micro_tokens: int, progress: Progress
+) -> PolicyStates:
+    """Runs the policy once over all `rows`, in micro-batches of `micro_tokens` positions a data
+    shard."""
+    learner, size = (
+        job.step.learner.for_supervised_texts(None, micro_tokens=micro_tokens),
+        job.config.offline.rows,
+    )
+    compute = jax.jit(learner.passes.compute_states)
+    count, states = len(rows.tokens), None
+    for number, batch in enumerate(batch_rows(rows, size)):
+        batch_states = jax.device_get(
+            compute(policy, build_text_batch(*batch, job.mesh, micro_tokens))
+        )
+        if states is None:  # in place, since they may fill half of the memory
+            states = jax.tree.map(
+                lambda leaf: np.empty((count, *leaf.shape[1:]), leaf.dtype), batch_states
+            )
         first = number * size
-        for whole, part in zip(jax.tree.leaves(kept), jax.tree.leaves(found), strict=True):
+        for array, batch_array in zip(
+            jax.tree.leaves(states), jax.tree.leaves(batch_states), strict=True
+        ):
             # the last batch was filled up
-            whole[first : first + size] = part[: count - first]
+            array[first : first + size] = batch_array[: count - first]
         progress.update(min(first + size, count))
-    assert kept is not None, "there are rows"
-    return kept
+    assert states is not None, "there are rows"
+    return states
 
 
-def vocabulary(
-    rows: Rows, size: int, vocab: int, stop_ids: tuple[int, ...]
+def select_vocabulary(
+    rows: TextRows, size: int, vocab: int, stop_ids: tuple[int, ...]
 ) -> Int32[np.ndarray, " size"]:
     """The end tokens and the most frequent tokens to predict of `rows`, `size` of the `vocab` in
     all, ascending; lowest ids fill up.
@@ -217,6 +231,6 @@ def vocabulary(
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def coverage(rows: Rows, ids: np.ndarray) -> float:
+def coverage(rows: TextRows, ids: np.ndarray) -> float:
     """Share of the tokens to predict of `rows` that are among `ids`."""
     return float(np.isin(rows.tokens[rows.mask], ids).mean())

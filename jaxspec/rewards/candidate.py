@@ -1,8 +1,8 @@
-"""The process in which a model's program runs, as a script (`code.py` starts it): it says what the
-program defines, and calls what it is asked to call.
+"""Runs a model's program, and answers questions about it.
 
-Only plain values come out of it, so that no object of the program's is ever compared with anything.
-It imports nothing of jaxspec.
+`code.py` starts this file as a script, which therefore imports nothing of jaxspec. Questions and
+answers are lines of JSON in two pipes. Answers hold plain values only, so no code of the program
+decides a comparison in the tests.
 """
 
 import builtins
@@ -18,22 +18,29 @@ ITERATOR_TYPES = (
     *(map, filter, zip, range, enumerate, reversed, types.GeneratorType),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
-"""What is given as the list of what it yields."""
+"""Types of values that are sent as a list of their items."""
 MAX_ITEMS = 100_000
-"""Values that are taken from an iterator."""
+"""Items read from an iterator, which may be endless."""
 
 
 def encode_value(value: Any, objects: list[Any]) -> list[Any]:
-    """A value as JSON: plain ones by type, others by their number among `objects`."""
+    """Encodes a value as JSON.
+
+    Values of built-in types are encoded by type and content. Any other value is appended to
+    `objects` and encoded by its index there.
+    """
+    # Exact types, not `isinstance`: a subclass may override `==` and arithmetic.
     value_type = type(value)
     if value is None or value_type in (bool, str):
         return [value_type.__name__, value]
+    # `repr` is exact for floats, and JSON has no complex numbers.
     if value_type in (int, float, complex):
         return [value_type.__name__, repr(value)]
     if value_type in (bytes, bytearray):
         return [value_type.__name__, list(value)]
     if value_type in (list, tuple, set, frozenset):
         return [value_type.__name__, [encode_value(item, objects) for item in value]]
+    # Includes Counter and defaultdict.
     if isinstance(value, dict) and value_type.__module__ in ("builtins", "collections"):
         return [
             "dict",
@@ -44,6 +51,7 @@ def encode_value(value: Any, objects: list[Any]) -> list[Any]:
     if value_type in ITERATOR_TYPES or (
         hasattr(value_type, "__next__") and value_type.__module__ == "itertools"
     ):
+        # Iterators are sent as lists, so the program is not asked again for each item.
         items = [item for item, _ in zip(value, range(MAX_ITEMS), strict=False)]
         return ["iterator", [encode_value(item, objects) for item in items]]
     name = getattr(value, "__name__", "")
@@ -54,8 +62,7 @@ def encode_value(value: Any, objects: list[Any]) -> list[Any]:
 
 
 def decode_value(value: list[Any], make_object: Callable[[int], Any]) -> Any:
-    """A value out of JSON; `make_object` makes what stands for an object that is not here, of its
-    number."""
+    """Decodes a value of `encode_value`. `make_object` maps the index of an object to a value."""
     type_name, content = value
     if type_name in ("NoneType", "bool", "str"):
         return content
@@ -65,6 +72,7 @@ def decode_value(value: list[Any], make_object: Callable[[int], Any]) -> Any:
         return {"bytes": bytes, "bytearray": bytearray}[type_name](list(content))
     if type_name == "dict":
         return {decode_value(k, make_object): decode_value(v, make_object) for k, v in content}
+    # A program may write answers of its own, so `eval` or another function is not looked up.
     if type_name == "type" and isinstance(getattr(builtins, content), type):
         return getattr(builtins, content)
     if type_name == "object":
@@ -77,7 +85,11 @@ CONTAINER_TYPES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozen
 
 
 def main() -> None:
-    """Arguments: the descriptors to read from and to write to, seconds of processor time."""
+    """Serves questions until the pipe is closed.
+
+    The command line holds the file descriptors to read from and write to, and the limit of
+    processor time in seconds.
+    """
     read_fd, write_fd, seconds = map(int, sys.argv[1:])
     questions = os.fdopen(read_fd, encoding="utf-8")
     answers = os.fdopen(write_fd, "w", encoding="utf-8")
@@ -90,7 +102,9 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(resource_kind, (limit, limit))
+    # Recursive solutions may go deeper than Python's default of 1,000 calls.
     sys.setrecursionlimit(5000)
+    # Tells `code.py` that a later end of this process is the program's doing.
     answers.write("ready\n")
     answers.flush()
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -124,7 +138,8 @@ def main() -> None:
                     case _:
                         value = receiver(*arguments, **keywords)
                 answer = {"value": encode_value(value, objects)}
-        except BaseException as error:  # noqa: BLE001 - whatever a program raises is told
+        # A program that calls `sys.exit` must not end this loop.
+        except BaseException as error:  # noqa: BLE001 - any exception of the program is an answer
             answer = {"raised": type(error).__name__, "why": str(error)[:200]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -1,9 +1,11 @@
-"""Whether a model's program passes tests. The tests run in the worker; the program runs in a
-process of its own, and only plain values come out of it.
+"""Runs a model's program against tests.
 
-So neither its exit status nor an object whose `==` is always true says anything. What the process
-may do is limited by namespaces or bubblewrap where the system has them, and else by limits of
-resources, which contain accidents, not attacks.
+The tests run in the worker, and the program runs in a separate process. Only plain values and
+numbers of objects cross between them. So the program cannot pass by its exit status, or by an
+object whose `==` is always true.
+
+Linux namespaces or bubblewrap confine the process. Where neither works, only resource limits do,
+and these contain accidents, not attacks.
 """
 
 import ast
@@ -13,53 +15,64 @@ import functools
 import importlib
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxspec.rewards import candidate, namespaces
+from jaxspec.rewards.descendants import (
+    end_descendants,
+    list_children,
+    list_descendants,
+    measure_memory,
+)
 
 _CANDIDATE_FILE = Path(candidate.__file__)
 _NAMESPACES_FILE = Path(namespaces.__file__)
 _BUBBLEWRAP_OPTIONS = (
     *("--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
     *(word for path in namespaces.VISIBLE_PATHS for word in ("--ro-bind-try", path, path)),
+    # 65534 is the user and group `nobody`.
     *("--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--tmpfs", "/tmp"),
 )
 SANDBOXES = {
-    "namespaces": "Linux namespaces: as a user of their own, without network, with no files but"
-    " Python's",
-    "bubblewrap": "bubblewrap: without network, with no files but Python's",
-    "": "no sandbox, as none works here: with all that you may read, write and reach",
+    "namespaces": "Linux namespaces: under a separate user, without network, with only Python's"
+    " files visible",
+    "bubblewrap": "bubblewrap: without network, with only Python's files visible",
+    "": "no sandbox, as none works here: they can read, write and reach all that you can",
 }
-"""How programs may run, from the strictest."""
+"""Sandboxes with their descriptions, strictest first."""
 MAX_MEMORY = 2**30
-"""Bytes of all processes of a program together."""
+"""Bytes for all processes of a program together."""
 MAX_PROCESSES = 64
+"""Processes that a program may have at the same time."""
 _WATCH_INTERVAL = 0.05
-"""Seconds between two looks at them."""
+"""Seconds between checks of a program's memory and processes."""
 _SANDBOX_TIMEOUT = 30.0
-"""Seconds that a sandbox may take to be tried."""
-_MAX_KILL_ROUNDS = 1000
-"""Times that processes are ended which start others meanwhile."""
+"""Seconds within which a sandbox must run an empty program."""
 
 
 class ProgramError(Exception):
-    """A program cannot be run, or a call of it raised what has no name here."""
+    """Error in a program's process.
+
+    It stands for exceptions that are not built-ins, and for an end of the process.
+    """
 
 
 class RemoteObject:
-    """An object of the program's: its attributes and calls are asked for; it equals nothing but
-    itself."""
+    """Proxy of an object in the program's process.
+
+    Attribute access and calls are forwarded to that process. Comparison is not: a proxy equals
+    only itself.
+    """
 
     def __init__(self, number: int, process: "_ProgramProcess") -> None:
+        # `self.x = ...` would be forwarded, as `__setattr__` below is.
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_process", process)
 
@@ -75,7 +88,7 @@ class RemoteObject:
 
 @functools.cache
 def find_sandbox() -> str:
-    """Name of the strictest of `SANDBOXES` that works here."""
+    """Finds the strictest sandbox that works here."""
     for name in SANDBOXES:
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -93,10 +106,16 @@ def find_sandbox() -> str:
 
 
 def _build_command(sandbox: str, folder: str, source: str, *arguments: str) -> list[str]:
-    """What runs a source of Python in a sandbox and a folder."""
+    """Builds the command that runs source code.
+
+    The code runs in a sandbox, and in `folder`.
+    """
+    # The real path, as a sandbox does not show the link in a virtual environment. Isolated mode
+    # (-I), as modules must not come from the folder or from PYTHONPATH.
     python = [os.path.realpath(sys.executable), "-I", "-B", "-c"]
     match sandbox:
         case "namespaces":
+            # The script sandboxes its own process and then runs the source given as an argument.
             return [*python, _NAMESPACES_FILE.read_text("utf-8"), folder, source, *arguments]
         case "bubblewrap":
             folder_options = ["--bind", folder, folder, "--chdir", folder]
@@ -107,8 +126,11 @@ def _build_command(sandbox: str, folder: str, source: str, *arguments: str) -> l
 
 
 def is_test(tests: str) -> bool:
-    """Whether a text is a program that asserts something when it runs: outside functions, or in
-    one that it calls there."""
+    """Returns whether `tests` is a program with asserts.
+
+    An assert counts if it is outside of functions and classes. It also counts in a top-level
+    function that is called there by name.
+    """
     try:
         tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError):
@@ -130,6 +152,7 @@ def is_test(tests: str) -> bool:
 
 
 def _walk_outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes outside of functions and classes."""
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node
@@ -137,24 +160,31 @@ def _walk_outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 class _AssertCounter(ast.NodeTransformer):
-    """Has every assert that holds counted, so that tests which never come to one prove nothing."""
+    """Adds code that counts the asserts that hold."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        """The assert, and a call after it."""
+        """Returns the assert, followed by a call of `__held__`."""
         count_call = ast.parse("__held__()").body
         return [node, *(ast.copy_location(statement, node) for statement in count_call)]
 
 
 def passes_tests(tests: str, program: str, seconds: float, folder: str, sandbox: str) -> bool:
-    """Whether all of `tests`, a program of asserts whose author is trusted, hold of what `program`
-    defines, and there is one. The program runs in one of `SANDBOXES`, in `folder`, which is made,
-    and removed.
+    """Returns whether `program` passes `tests`.
+
+    It passes if no assert fails, and at least one is reached.
+
+    Args:
+      tests: a trusted program with asserts. It runs in this process.
+      program: an untrusted program. It runs in its own process.
+      seconds: each process of the program gets int(seconds) + 1 seconds of processor time.
+      folder: working folder of the program. It is created, and removed afterwards.
+      sandbox: a key of `SANDBOXES`.
 
     Raises:
-      OSError: no process can be started here, which says nothing of the program.
+      OSError: the process did not start. The program was not judged.
     """
     passed_asserts: list[None] = []
-    # what is suppressed is of tests that fail, and of whatever they call
+    # A failed assert and an error in the program both mean that the tests fail.
     with (
         _ProgramProcess(folder, seconds, sandbox) as process,
         contextlib.suppress(Exception, SystemExit),
@@ -165,19 +195,28 @@ def passes_tests(tests: str, program: str, seconds: float, folder: str, sandbox:
         namespace = process.load_program(program, used_names)
         namespace |= {"__name__": "__main__", "__held__": lambda: passed_asserts.append(None)}
         exec(compile(counted_tree, "tests", "exec"), namespace)
+        # If an empty list is returned, a loop over its items never reaches the assert inside.
         return bool(passed_asserts)
     return False
 
 
 def remove_folder(folder: str) -> None:
-    """Removes a folder, however deep, if it is there."""
+    """Removes a folder and its contents, if present."""
+    # A program can nest folders deeper than Python's recursive `shutil.rmtree` can follow.
     subprocess.run(["/bin/rm", "-rf", folder], capture_output=True, check=False)
 
 
 class _ProgramProcess:
-    """The process that a program runs in."""
+    """Process that runs a program (`candidate.py`).
+
+    The process and all its descendants end with the context.
+
+    Raises:
+      OSError: the process cannot be started, or ends before it runs the program.
+    """
 
     def __init__(self, folder: str, seconds: float, sandbox: str) -> None:
+        # Later children belong to the program, including orphans that this process adopts.
         self._folder, self._existing_children = folder, list_children()
         Path(folder).mkdir(exist_ok=True)
         child_read_fd, self._write_fd = os.pipe()
@@ -192,6 +231,7 @@ class _ProgramProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(child_read_fd, child_write_fd),
+                # The environment of the run may hold credentials.
                 env={"PATH": "/usr/bin:/bin", "HOME": folder},
                 cwd=folder,
             )
@@ -200,6 +240,7 @@ class _ProgramProcess:
             os.close(self._read_fd)
             raise
         finally:
+            # With a copy of these ends open here, reading would not end when the process does.
             os.close(child_read_fd)
             os.close(child_write_fd)
         self._question_file = os.fdopen(self._write_fd, "w", encoding="utf-8")
@@ -207,19 +248,22 @@ class _ProgramProcess:
         self._stop_event = threading.Event()
         self._watcher = threading.Thread(target=self._watch_resources)
         self._watcher.start()
-        if not self._answer_file.readline():  # nothing of the program has run yet
+        # The process reports that it is ready before it receives the program, so an end at this
+        # point is a fault of the system.
+        if not self._answer_file.readline():
             self.__exit__()
-            raise OSError("the process that is to run the program has ended")
+            raise OSError("the program's process ended before it ran the program")
 
     def __enter__(self) -> "_ProgramProcess":
         return self
 
     def _watch_resources(self) -> None:
-        """Ends the program once all its processes together are too many or too large: limits of the
-        system are for each of them."""
+        """Ends the program when it exceeds `MAX_PROCESSES` or `MAX_MEMORY`."""
+        # The system's resource limits apply to each process, so the total is checked here.
         while not self._stop_event.wait(_WATCH_INTERVAL):
             children = [pid for pid in list_children() if pid not in self._existing_children]
             program_pids = [*children, *list_descendants(children)]
+            # Direct children are not counted: in a sandbox, that process is the sandbox's own.
             if (
                 len(program_pids) > MAX_PROCESSES + len(children)
                 or sum(map(measure_memory, program_pids)) > MAX_MEMORY
@@ -228,46 +272,57 @@ class _ProgramProcess:
                 return
 
     def __exit__(self, *_: object) -> None:
+        # The watcher also kills and reaps processes, so it must be done before the rest does.
         self._stop_event.set()
         self._watcher.join()
+        # Closing flushes, which fails if the process has ended.
         with contextlib.suppress(OSError):
             self._question_file.close()
         self._answer_file.close()
         end_descendants(self._existing_children)
+        # Only lets `subprocess` notice the end: the line above has reaped the process.
         self._process.wait()
         remove_folder(self._folder)
 
     def _send_question(self, question: dict[str, Any]) -> dict[str, Any]:
         self._question_file.write(json.dumps(question) + "\n")
         self._question_file.flush()
+        # The limit keeps a program from filling this process's memory by one answer.
         line = self._answer_file.readline(2**24)
         if not line.endswith("\n"):
-            raise ProgramError("the program's process has ended, or says too much")
+            raise ProgramError("the program's process ended, or its answer is over 16 MiB")
         answer = json.loads(line)
         if "raised" in answer:
+            # Tests may catch built-in exceptions by type. The program's own classes do not exist
+            # in this process.
             builtin = getattr(builtins, str(answer["raised"]), None)
-            # A StopIteration would end what the tests go through as if nothing had come after it.
             error_type = (
                 builtin
                 if isinstance(builtin, type) and issubclass(builtin, Exception)
                 else ProgramError
             )
+            # A StopIteration inside `all(map(f, items))` would end the loop without an error.
             ends_iteration = issubclass(error_type, StopIteration | StopAsyncIteration)
             raise (ProgramError if ends_iteration else error_type)(answer.get("why", ""))
         return answer
 
     def load_program(self, program: str, used_names: set[str]) -> dict[str, Any]:
-        """Runs a program; returns what stands here for its functions and modules among the names
-        that tests use.
+        """Runs a program, and returns names for the tests.
 
-        A function with the name of one of Python's own is among them only where there is no other:
-        or else a program could redefine what the tests measure with.
+        The names are those in `used_names` that the program defines. Their values are proxies of
+        its functions, and modules of the standard library that it imported.
+
+        A function named like a built-in is left out, unless it is the only function returned.
         """
         answer = self._send_question({"program": program})
         functions, modules = ({str(name) for name in answer[key]} for key in ("names", "modules"))
         functions &= used_names
+        # A program could otherwise replace `abs` or `sorted` in the tests. If the tests use a
+        # single function of the program, it is the one to judge, whatever its name.
         new_functions = functions - {*dir(builtins)}
         functions = new_functions if new_functions or len(functions) > 1 else functions
+        # The tests may rely on imports of the program, such as `math`. Names outside of the
+        # standard library are not imported, as the program chooses them.
         module_names = modules & used_names & sys.stdlib_module_names
         return {
             **{name: importlib.import_module(name) for name in module_names},
@@ -277,7 +332,18 @@ class _ProgramProcess:
     def request_value(
         self, action: str, receiver: str | int, /, *arguments: Any, **keywords: Any
     ) -> Any:
-        """What a call of a function or an object of the program, or an attribute of it, gives."""
+        """Runs one operation in the program's process.
+
+        Args:
+          action: "call", "get" or "set" (an attribute).
+          receiver: name of a global of the program, or number of an object.
+          arguments: arguments of the call, or the attribute's name and value.
+          keywords: keyword arguments of the call.
+
+        Raises:
+          ProgramError: the process has ended, or raised an exception that is not a built-in.
+          Exception: the built-in exception that the program raised.
+        """
         question = {
             "do": action,
             "to": receiver,
@@ -289,7 +355,7 @@ class _ProgramProcess:
 
     @staticmethod
     def _encode_argument(value: Any) -> Any:
-        """An argument, in which things go back as the objects that they stand for."""
+        """Encodes an argument. Proxies become the objects that they stand for."""
         objects: list[Any] = []
         encoded = candidate.encode_value(value, objects)
         if not objects:
@@ -298,12 +364,18 @@ class _ProgramProcess:
 
 
 def _replace_object_numbers(encoded: Any, objects: list[Any]) -> Any:
-    """What was sent, with the numbers of the program's objects in place of those here."""
+    """Replaces the objects in an encoded value.
+
+    Their positions in `objects` become the numbers that the program's process uses.
+
+    Raises:
+      ProgramError: an object is not a proxy.
+    """
     if isinstance(encoded, list) and len(encoded) == 2 and encoded[0] == "object":
         remote_object = objects[encoded[1]]
         if not isinstance(remote_object, RemoteObject):
             raise ProgramError(
-                f"a test gives a {type(remote_object).__name__}, which cannot be sent"
+                f"a test passes a {type(remote_object).__name__}, which cannot be sent"
             )
         return ["object", remote_object._number]
     return (
@@ -311,75 +383,3 @@ def _replace_object_numbers(encoded: Any, objects: list[Any]) -> Any:
         if isinstance(encoded, list)
         else encoded
     )
-
-
-def end_descendants(excluded_pids: Collection[int] = ()) -> None:
-    """Ends all processes below this one but those spared, also those that wanted a life of their
-    own; this process must be the one that adopts orphans (`adopt_orphans`)."""
-    for _ in range(_MAX_KILL_ROUNDS):
-        pids = [pid for pid in list_children() if pid not in excluded_pids]
-        if not pids:
-            return
-        killed_pids = []
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-                killed_pids.append(pid)
-        if not killed_pids:  # to wait for others could take for ever
-            return
-        for pid in killed_pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def list_children() -> list[int]:
-    """Processes that this one is the parent of."""
-    return _read_child_pids(os.getpid())
-
-
-def list_descendants(pids: Iterable[int]) -> list[int]:
-    """Processes below others."""
-    descendant_pids, pending_pids = [], [*pids]
-    while pending_pids:
-        child_pids = _read_child_pids(pending_pids.pop())
-        descendant_pids += child_pids
-        pending_pids += child_pids
-    return descendant_pids
-
-
-def _read_child_pids(pid: int) -> list[int]:
-    child_pids: list[int] = []
-    with contextlib.suppress(OSError):  # it may have ended meanwhile
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            child_pids += map(int, (thread / "children").read_text().split())
-    return child_pids
-
-
-def measure_memory(pid: int) -> int:
-    """Bytes of a process that no file holds."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    sizes = re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", text, re.MULTILINE)
-    return 1024 * sum(map(int, sizes))
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of those below it whose parent has ended, where the system can
-    (Linux)."""
-    _call_prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
-def signal_parent_death(number: int, parent: int) -> None:
-    """Has this process get a signal when its parent ends, where the system can (Linux); at once if
-    `parent` is its parent no more."""
-    _call_prctl(1, number)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)
-
-
-def _call_prctl(option: int, value: int) -> None:
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,5 +1,7 @@
-"""The final answer inside a response: found, and written in one normal form. Pure string code that
-accepts any text."""
+"""Extracts final answers from responses, and normalizes them.
+
+This is string code without dependencies. It accepts any text.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +11,52 @@ from typing import Literal
 
 Style = Literal["hash", "boxed", "answer_line", "either", "dapo", "number", "code"]
 
-# characters from the end of a response that are searched, so that the work does not grow with its
-# length
+# The windows bound the work for a response of any length.
 ANSWER_WINDOW = 4096
-
+"""Characters at the end of a response that are searched for an answer."""
 CODE_WINDOW = 2**15
-"""The same for programs."""
+"""Characters at the end of a response that are searched for a program."""
 DAPO_WINDOW = 300
-"""Characters from the end that DAPO's rule searches."""
+"""Characters at the end of a response that DAPO's rule searches."""
 
 _PYTHON_LANGUAGES = "", "python", "python3", "py"
 _FENCE = re.compile(r"[^`~]*(?P<mark>`{3,}|~{3,})(?P<info>[^`~]*)")
 _FENCE_LANGUAGE = re.compile(r"[ {.]*([\w+#-]*)")
 _DEFINITION = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
+# Repetitions are bounded: `re` retries an unbounded one from every position where it may start,
+# which takes quadratic time on some responses. `\x08oxed` is `\boxed` after its `\b` was decoded as
+# a backspace.
 _BOX_OPENING = (
     r"(?:\\(?:boxed|Boxed|fbox|framebox|bbox|ovalbox|colorbox\s{0,8}\{[^{}]{0,20}\}"
     r"|fcolorbox\s{0,8}\{[^{}]{0,20}\}\s{0,8}\{[^{}]{0,20}\})"
     r"|\x08oxed|(?<![a-zA-Z\\])boxed)\s{0,8}(?:\[[^][{}\n]{0,40}\]\s{0,8})?\{"
 )
-"""How the content of a box begins, in the forms that models write."""
+"""Pattern of the start of a box up to its brace, in the forms that models write."""
 _BOX_PATTERN = re.compile(_BOX_OPENING)
 _BRACE = re.compile(rf"\\[{{}}]|{_BOX_OPENING}|[{{}}]")
 _UNBRACED_BOX = re.compile(
     r"\\(?:boxed|fbox)(?:\s{1,8}|(?=[0-9]))([-+]?[0-9a-zA-Z][^\s{}$\\]{0,80})"
 )
-"""A box without braces."""
+"""Pattern of a box without braces, such as `\\boxed 42`."""
 MAX_BOX_GAP = 70
-"""Characters between two boxes of one list, at most."""
+"""Maximum number of characters between two boxes of one list."""
 _CONCLUSION = re.compile(
     r"\b(?:so|thus|hence|therefore|final(?:ly)?|but|wait|actually|instead|correct(?:ion|ed))\b",
     re.IGNORECASE,
 )
-"""What says that boxes before it are no part of the final answer."""
+"""Words that announce a conclusion. Boxes before them are not part of the final answer."""
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,8}(\S[^\n]*)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _SPACED_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]*)?\.?")
 _LIST_SEPARATOR = re.compile(r"\s*,\s+|\s+,\s*")
 _REDUNDANT_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
-"""Spaces that do not part two numbers."""
+"""Pattern of a space that does not separate two numbers."""
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
 _LAST_NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}|[0-9]{1,99})(?:\.[0-9]{1,99})?"
 )
-"""A number in running text. A sign after a word or number is an operator."""
+"""Pattern of a number in running text. A sign after a word or number is an operator."""
 _DAPO_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _DAPO_SUBSTITUTIONS = (
     ("an ", ""),
@@ -71,7 +75,11 @@ _DAPO_REMOVED = (
     " cents degrees cm gm pounds meters meals edges students childrentickets multiples \\text{s}"
     ' \\text{.} \\text{}^2 \\text{}^3 \\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'
 )
-"""What is removed, in this order. What the rule names with a line break is not in one line."""
+"""Texts to remove, in this order.
+
+The published rule also has texts with a line break. An answer of this rule is a single line, so
+they are left out.
+"""
 _DAPO_PATTERNS = (
     (re.compile(r"(.*?)\$(.*?)\$(.*)"), r"$\2$"),
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
@@ -84,21 +92,26 @@ _DAPO_PATTERNS = (
 
 
 def extract_answer(text: str, style: Style, *, in_thought: bool = False) -> str | None:
-    """Return the final answer that `text` states outside its thoughts, or None if it states none.
+    """Extracts the final answer of a response.
 
-    `in_thought`: the text begins inside a thought, whose first mark is in the prompt. A thought
-    that never closes holds no answer.
+    Returns None if `text` states no answer. Text in <think>...</think> is ignored, also if the
+    block is not closed. With `in_thought`, the text begins inside a block that the prompt has
+    opened.
 
-    `hash`: what follows the last run of `#` on its line, up to a space; `boxed`: the last balanced
-    \\boxed{}, or all final ones as a list (`find_final_boxes`); `answer_line`: what follows the
-    last `Answer:`, in or out of a box or markdown emphasis; `either`: the last box, else that line;
-    `dapo`: what follows the last `Answer:` in the last 300 characters, as it stands (DAPO, arXiv
-    2503.14476, in its code); `number`: the last number of the text, for a policy that marks no
-    answer (flexible-extract of lm-evaluation-harness); `code`: the program in the last whole blocks
-    between ``` or ~~~ marks. For all but `number`, the last number of the text is no answer.
+    Styles:
+      hash: first word after the last `#`, on the same line.
+      boxed: content of the last balanced \\boxed{}, or of all final ones (`find_final_boxes`).
+      answer_line: rest of the line after the last `Answer:`, without a box or Markdown emphasis.
+      either: as `boxed`, or else as `answer_line`.
+      dapo: rest of the line after `Answer:` in the last 300 characters, unchanged. This is the
+        rule of DAPO's published code (arXiv 2503.14476).
+      number: last number in the text, for policies that do not mark answers (flexible-extract of
+        lm-evaluation-harness).
+      code: program in the last complete code blocks, between ``` or ~~~ marks.
     """
     if in_thought and "</think>" not in text:
         return None
+    # A response may open another thought after the first, and may be cut off inside it.
     visible_text = text.rpartition("</think>")[2].partition("<think>")[0]
     if style == "code":
         return _extract_program(visible_text[-CODE_WINDOW:])
@@ -120,24 +133,26 @@ def extract_answer(text: str, style: Style, *, in_thought: bool = False) -> str 
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether a response to `prompt` begins inside a thought."""
+    """Returns whether a prompt opens a <think> block."""
     return prompt.rstrip().endswith("<think>")
 
 
 def normalize_answer(answer: str) -> str:
-    """Return `answer` without `$`, spaces, trailing dots and thousands commas, and a number in its
-    shortest form: `042.0` is `42`.
+    """Normalizes an answer for comparison as text.
 
-    Spaces make lists: `1, 234` is not 1234, and `1 2` is not 12.
+    Removes `$`, spaces, trailing dots and thousands separators, and shortens numbers: `042.0`
+    becomes `42`. Spaces separate the elements of a list: `1, 234` does not become 1234, nor `1 2`
+    12.
     """
     stripped = answer.replace("\\$", "").replace("$", "").strip()
     elements = [_normalize_element(element) for element in _LIST_SEPARATOR.split(stripped)]
     text = ",".join(elements)
+    # A list such as `1, 234` keeps its space, as it would otherwise read as thousands.
     return ", ".join(elements) if len(elements) > 1 and _THOUSANDS.fullmatch(text) else text
 
 
 def _normalize_element(element: str) -> str:
-    """The normal form of one part of a list."""
+    """Normalizes one element of a list."""
     single_spaced = " ".join(element.split())
     if _SPACED_THOUSANDS.fullmatch(single_spaced):
         single_spaced = single_spaced.replace(" ", "")
@@ -153,14 +168,20 @@ def _normalize_element(element: str) -> str:
 
 
 def is_number(answer: str) -> bool:
-    """Whether `answer` is a plain number, which equals another only if their normal forms do."""
+    """Returns whether `answer` is a plain decimal number.
+
+    Two such numbers are equal if and only if their normal forms are.
+    """
     number = _NUMBER.fullmatch(normalize_answer(answer))
     return number is not None and bool(number[2] or number[3])
 
 
 def normalize_dapo_answer(answer: str) -> str:
-    """Return `answer` as DAPO's rule compares it, by Minerva's substitutions (Lewkowycz et al.,
-    arXiv 2206.14858, appendix D.1). It is stricter than `normalize_answer`: `42.` is not `42`."""
+    """Normalizes an answer by DAPO's rule.
+
+    The rule has Minerva's substitutions (Lewkowycz et al., arXiv 2206.14858, appendix D.1). It is
+    stricter than `normalize_answer`: `42.` is not `42`.
+    """
     text = answer.rpartition("=")[2]
     for expression, replacement in (
         *_DAPO_SUBSTITUTIONS,
@@ -181,17 +202,21 @@ def _extract_hash_answer(text: str) -> str | None:
 
 
 def find_final_boxes(text: str) -> list[str]:
-    """Return the contents of the last box and of those that make one list with it.
+    """Returns the contents of the final boxes.
 
-    Between boxes of one list stand at most `MAX_BOX_GAP` characters, and nothing that announces a
-    conclusion. A box inside a box is a part of its content.
+    These are the last box, and the boxes before it that form a list with it.
+
+    Boxes of a list have at most `MAX_BOX_GAP` characters between them, and no word that announces
+    a conclusion, such as `so`. A box inside another box is part of its content.
     """
-    spans: list[tuple[int, int, int]] = []  # start of the box, of its content, and its end
+    # Start of each box, start of its content, and end.
+    spans: list[tuple[int, int, int]] = []
     open_braces: list[tuple[bool, int, int]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] == "}" and open_braces:
             is_box, box_start, content_start = open_braces.pop()
             if is_box:
+                # Inner boxes close first. The outer one replaces them.
                 while spans and spans[-1][0] > box_start:
                     spans.pop()
                 spans.append((box_start, content_start, brace.start()))
@@ -203,12 +228,14 @@ def find_final_boxes(text: str) -> list[str]:
     contents: list[str] = []
     for _, content_start, content_end in spans[max(first_box, 0) :]:
         content = _BOX_PATTERN.sub("{", text[content_start:content_end]).strip()
+        # Removes redundant braces, but not those of a set such as {1, 2}.
         while (
             content.startswith("{")
             and content.endswith("}")
             and not set("{},") & set(content[1:-1])
         ):
             content = content[1:-1].strip()
+        # An answer that is boxed twice in a row is one value.
         if not contents or normalize_answer(contents[-1]) != normalize_answer(content):
             contents.append(content)
     return contents
@@ -226,13 +253,17 @@ def _extract_boxed_answer(text: str) -> str | None:
 
 
 def _extract_program(text: str) -> str | None:
-    """The last block that defines a function or a class, else the last one. If it uses a name that
-    it does not define, the block before it that does comes first."""
+    """Extracts the program from a response's code blocks.
+
+    This is the last block that defines a function or class, or else the last block. Earlier blocks
+    that define names used in it come before it.
+    """
     programs = [block for block in _find_python_blocks(text) if block.strip()]
     if not programs:
         return None
     definitions = [{*_DEFINITION.findall(program)} for program in programs]
     identifiers = [{*_IDENTIFIER.findall(program)} for program in programs]
+    # Later blocks without a definition are often examples of use, or output.
     last = next((i for i in reversed(range(len(programs))) if definitions[i]), len(programs) - 1)
     selected, missing = [programs[last]], identifiers[last] - definitions[last]
     for index in reversed(range(last)):
@@ -243,13 +274,15 @@ def _extract_program(text: str) -> str | None:
 
 
 def _find_python_blocks(text: str) -> Iterator[str]:
-    """Whole blocks of Python, or of no language, between marks of ` or ~; others are passed over,
-    and so is one that no mark closes."""
+    """Yields the complete Python blocks of a text.
+
+    A block without a language counts as Python. A block that is not closed is left out.
+    """
     fence, lines, indent, is_python = "", [], 0, False
     for line in text.splitlines():
         stripped = line.strip()
         if not fence:
-            # two marks in a line are code inside a sentence
+            # Two marks in one line enclose code inside a sentence, so the whole line must match.
             fence_match = _FENCE.fullmatch(line)
             if fence_match:
                 language_match = _FENCE_LANGUAGE.match(fence_match["info"])
@@ -263,7 +296,9 @@ def _find_python_blocks(text: str) -> Iterator[str]:
                 yield "\n".join(lines) + "\n"
             fence = ""
         else:
+            # A block inside a list item is indented as a whole.
             lines.append(line[indent:] if not line[:indent].strip() else line)
+            # Some models close a block at the end of its last line of code.
             if is_python and stripped.endswith(fence):
                 lines[-1] = lines[-1].rstrip().removesuffix(fence)
                 yield "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""The process that keeps the workers of the reward pool: it forks them, gives them tasks, ends
-those that are late and forks others. `pool.py` runs it as a module.
+"""Keeper process of the reward pool, started by `pool.py`.
 
-It has one thread and never imports JAX, so that forking is safe and takes milliseconds. It never
-waits for a worker: whatever a user's function does to a worker, others go on and ends are heard.
+The keeper forks workers, gives them tasks, and replaces those that are late. It has one thread and
+does not import JAX, so forking is safe and takes milliseconds. It never blocks on a worker, so a
+worker that hangs does not delay the others.
 """
 
 import collections
@@ -20,49 +20,46 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from jaxspec.rewards.code import (
-    adopt_orphans,
-    end_descendants,
-    find_sandbox,
-    remove_folder,
-    signal_parent_death,
-)
+from jaxspec.rewards.code import find_sandbox, remove_folder
+from jaxspec.rewards.descendants import adopt_orphans, end_descendants, signal_parent_death
 from jaxspec.rewards.worker import TOKEN_SIZE, WorkerChannel, frame_task, pop_answer, run_worker
 
 START_TIMEOUT = 120.0
-"""Seconds that a worker may take to import a user's module."""
+"""Seconds within which a worker must have imported a user's module."""
+# sympy's caches grow with every task.
 MAX_WORKER_TASKS = 2000
-"""Tasks after which a worker is replaced: what sympy keeps in memory only grows."""
+"""Tasks after which a worker is replaced."""
 MAX_START_FAILURES = 5
-"""Workers in a row that may end before they are ready, once one has been."""
+"""Consecutive failed starts that are tolerated once a worker has started."""
+# On a busy machine a check may be late only because of other tasks, so it is tried again.
 FIRST_TRY_SHARE = 1 / 3
-"""Share of the seconds of a task that it may take beside others; one that is late is tried once
-more, alone, for the rest."""
+"""Share of a task's time limit for the first try of a check. A second try has the rest."""
+# Such tries stop all other work. With more late checks than this, the answers are at fault.
 MAX_EXCLUSIVE_RETRIES = 8
-"""Tasks of a batch whose second try has the pool to itself; that many late ones are no accident."""
+"""Second tries of a batch during which no other task runs."""
 BATCH_DEADLINES = 20
-"""Deadlines that a batch may take, beside the usual time of its tasks."""
+"""Time limit of a batch, in multiples of a task's limit. Its tasks add an allowance."""
 USUAL_CHECK_SHARE = 0.1
-"""Usual time of a check of jaxspec, in deadlines."""
+"""Allowance that a check adds, in multiples of a task's limit."""
 _ORPHAN_SIGNAL = signal.SIGUSR1
-"""Signal at the end of a thread of the client, or of all of them."""
+"""Signal sent to this process when its parent, the client, ends."""
 
 
 @dataclasses.dataclass
 class WorkerProcess:
-    """A process that answers one task after another."""
+    """Worker process, as seen by the keeper."""
 
     pid: int
     connection: socket.socket
-    """Never waits."""
+    """Non-blocking connection to the worker."""
     token: bytes
-    """Begins all its answers."""
+    """Prefix of all answers of this worker."""
     deadline: float
-    """When it is late."""
+    """Monotonic time at which its start or its task is late."""
     unsent: bytes = b""
-    """Rest of its task."""
+    """Bytes of its task that are still to be sent."""
     received_bytes: bytearray = dataclasses.field(default_factory=bytearray)
-    """Part of an answer."""
+    """Bytes of an incomplete answer."""
     task: "Task | None" = None
     is_ready: bool = False
     answered_count: int = 0
@@ -70,36 +67,45 @@ class WorkerProcess:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One of a batch."""
+    """Task of a batch."""
 
     batch_id: int
     index: int
     content: list[Any]
     is_retry: bool = False
-    """It was late before."""
+    """Whether this is the second try."""
     is_exclusive: bool = False
-    """Nothing else may run beside it."""
+    """Whether no other task may run at the same time."""
 
 
 @dataclasses.dataclass
 class TaskBatch:
-    """Tasks whose answers are wanted together."""
+    """Tasks whose answers are sent together."""
 
     answers: list[Any]
     pending_count: int
+    """Number of tasks without an answer."""
     max_seconds: float
-    """Most that it may take."""
+    """Time limit, counted from the start of the first task."""
     deadline: float = math.inf
-    """When no task of it begins any more; counted from its first task."""
+    """Monotonic time after which no task of the batch starts."""
     is_expired: bool = False
-    """That time has come."""
+    """Whether the deadline has passed."""
     retry_count: int = 0
     is_requested: bool = False
+    """Whether the client waits for the answers."""
 
 
 class Keeper:
-    """The workers, and what they have to do. `task_seconds`: that a task may take in all; `folder`:
-    of the programs, which goes away at the end."""
+    """Queue of tasks with its workers.
+
+    Args:
+      client: connection to the pool's client.
+      worker_count: number of workers.
+      task_seconds: time limit of a task, over both tries.
+      function: name of a user's function, or empty.
+      folder: parent of the working folders of programs. It is removed at the end.
+    """
 
     def __init__(
         self, client: Connection, worker_count: int, task_seconds: float, function: str, folder: str
@@ -114,7 +120,7 @@ class Keeper:
             self._workers.append(self._fork_worker())
 
     def serve_client(self) -> None:
-        """Until the client is gone."""
+        """Answers requests until the connection is closed."""
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 self._assign_tasks()
@@ -131,6 +137,7 @@ class Keeper:
                     worker = workers_by_fd.get(fd)
                     if worker is None:
                         self._receive_request(json.loads(self._client.recv_bytes()))
+                    # Any other event, an end included, is noticed when reading.
                     elif event == select.POLLOUT:
                         self._send_task(worker)
                     else:
@@ -146,7 +153,7 @@ class Keeper:
         remove_folder(self._folder)
 
     def _poll_timeout(self) -> float | None:
-        """Milliseconds until something is late, if something can be."""
+        """Returns the milliseconds to the next deadline, if any."""
         deadlines = [worker.deadline for worker in self._workers if is_busy(worker)]
         deadlines += [batch.deadline for batch in self._batches.values()]
         soonest = min(deadlines, default=math.inf)
@@ -154,7 +161,7 @@ class Keeper:
         return None if math.isinf(remaining_seconds) else 1000 * remaining_seconds + 1
 
     def _assign_tasks(self) -> None:
-        """Gives tasks to idle workers; a second try only while nothing else runs."""
+        """Gives tasks to idle workers. An exclusive task waits until no other task runs."""
         for worker in list(self._workers):
             running = [peer.task for peer in self._workers if peer.task]
             if is_busy(worker) or not self._queue or any(task.is_exclusive for task in running):
@@ -170,19 +177,21 @@ class Keeper:
             batch = self._batches[task.batch_id]
             batch.deadline = min(batch.deadline, start_time + batch.max_seconds)
             content = task.content
+            # The keeper looks for a sandbox once, and all workers use the cached result.
             if content[0] in ("code", "sandbox"):
                 content = [*content, find_sandbox()]
             worker.unsent = frame_task(content)
             self._send_task(worker)
 
     def _send_task(self, worker: WorkerProcess) -> None:
-        """Sends as much of a worker's task as it takes now."""
-        # An end is heard next.
+        """Sends a worker's task, as far as possible without blocking."""
+        # If the worker has ended, the next read notices.
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while worker.unsent:
                 worker.unsent = worker.unsent[worker.connection.send(worker.unsent) :]
 
     def _receive_request(self, message: dict[str, Any]) -> None:
+        """Queues the tasks of a request. A request without tasks asks for a batch's answers."""
         batch_id = message["batch"]
         if "tasks" not in message:
             self._batches[batch_id].is_requested = True
@@ -195,8 +204,10 @@ class Keeper:
         self._queue.extend(Task(batch_id, index, task) for index, task in enumerate(tasks))
 
     def _receive_answer(self, worker: WorkerProcess) -> None:
-        """Reads from a worker as much as there is; an answer that nobody asked for, or that is
-        none, has the worker replaced."""
+        """Reads from a worker, and records a complete answer.
+
+        A worker that sends anything else than an answer to its task is replaced.
+        """
         try:
             chunk = worker.connection.recv(2**20)
         except BlockingIOError:
@@ -224,35 +235,41 @@ class Keeper:
             self._handle_loss(worker, wrote_invalid=True)
             return
         worker.answered_count += 1
+        # Bytes after the answer are not the worker's, but those of a user's function.
         if worker.answered_count >= MAX_WORKER_TASKS or worker.received_bytes:
             self._replace_worker(worker)
         self._record_answer(task, answer)
 
     def _handle_loss(self, worker: WorkerProcess, wrote_invalid: bool = False) -> None:
-        """Replaces a worker that is late, dead, or wrote something else than an answer. Its task is
-        tried once more, alone, or settled."""
+        """Replaces a worker that is late or lost.
+
+        It may also have written something other than an answer, if `wrote_invalid`. Its task is
+        tried a second time, or is answered with the failure.
+        """
         task, is_late = worker.task, time.monotonic() >= worker.deadline
         if not worker.is_ready:
             self._start_failures += 1
+            # If no worker has ever started, the cause is the function or the system.
             if not self._has_started or self._start_failures > MAX_START_FAILURES:
                 failure = (
-                    f"is not ready within {START_TIMEOUT:.0f} seconds"
+                    f"was not ready within {START_TIMEOUT:.0f} seconds"
                     if is_late
-                    else "ends while it starts"
+                    else "ended before it was ready"
                 )
                 failure = (
-                    "writes to the connection of the pool while it starts"
+                    "wrote to the pool's connection before it was ready"
                     if wrote_invalid
                     else failure
                 )
                 self._report_failure(
-                    f"a worker {failure}{', importing the function' * bool(self._function)}"
+                    f"a worker {failure}{', while importing the function' * bool(self._function)}"
                 )
         self._replace_worker(worker)
         if task is None:
             return
         batch = self._batches[task.batch_id]
         is_user_call = task.content[0] == "rows"
+        # A call of a user's function has had the whole time limit in its only try.
         if not (is_user_call or task.is_retry or batch.is_expired):
             batch.retry_count += 1
             is_exclusive = batch.retry_count <= MAX_EXCLUSIVE_RETRIES
@@ -260,12 +277,12 @@ class Keeper:
                 dataclasses.replace(task, is_retry=True, is_exclusive=is_exclusive)
             )
         elif wrote_invalid and is_user_call:
-            self._record_answer(task, {"error": "a call wrote to the connection of the pool"})
+            self._record_answer(task, {"error": "a call wrote to the pool's connection"})
         else:
             self._record_answer(task, {"timeout" if is_late else "died": True})
 
     def _expire_batches(self) -> None:
-        """Settles what has not begun of batches whose time is over."""
+        """Ends batches past their deadline, by answering tasks that have not started."""
         for batch_id, batch in self._batches.items():
             if time.monotonic() < batch.deadline:
                 continue
@@ -278,7 +295,7 @@ class Keeper:
             self._queue = collections.deque(other_tasks)
 
     def _report_failure(self, reason: str) -> NoReturn:
-        """Says why there are no workers, and is done."""
+        """Reports a failure to the client. Raises EOFError, which ends `serve_client`."""
         self._client.send_bytes(json.dumps({"failed": reason}).encode())
         raise EOFError
 
@@ -288,6 +305,8 @@ class Keeper:
         batch.pending_count -= 1
 
     def _send_answers(self) -> None:
+        """Sends the answers of complete batches that are requested."""
+        # Waits for one worker to be ready, so that a batch without tasks reports a failed import.
         for batch_id, batch in list(self._batches.items()):
             if batch.is_requested and not batch.pending_count and self._has_started:
                 del self._batches[batch_id]
@@ -312,7 +331,7 @@ class Keeper:
             try:
                 signal.signal(_ORPHAN_SIGNAL, signal.SIG_DFL)
                 signal_parent_death(signal.SIGKILL, keeper_pid)
-                # or else nobody would hear when this process is alone
+                # A copy kept here would hide the end of a connection from its other side.
                 for connection in inherited_sockets:
                     connection.close()
                 channel = WorkerChannel(worker_socket, token)
@@ -325,32 +344,37 @@ class Keeper:
         return WorkerProcess(pid, keeper_socket, token, time.monotonic() + START_TIMEOUT)
 
     def _end_worker(self, worker: WorkerProcess) -> None:
+        """Kills a worker, with its descendants. Removes its folder."""
         worker.connection.close()
-        for kill in (os.killpg, os.kill):  # it may not have a session of its own yet
+        # A worker that has just been forked may not have its own process group yet.
+        for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(worker.pid, signal.SIGKILL)
         os.waitpid(worker.pid, 0)
-        # what it started and let go is this process's now
+        # Its orphans are now children of this process.
         end_descendants([peer.pid for peer in self._workers if peer is not worker])
         remove_folder(f"{self._folder}/{worker.pid}")
 
 
 def is_busy(worker: WorkerProcess) -> bool:
-    """Whether a worker starts, or has a task."""
+    """Returns whether a worker starts or has a task."""
     return worker.task is not None or not worker.is_ready
 
 
 def main() -> None:
-    """Arguments: the descriptor to ask through, the client's process, workers, seconds of a task, a
-    user's function."""
+    """Serves a client.
+
+    The command line holds the file descriptor of the connection, the client's process id, the
+    number of workers, the time limit of a task in seconds, and the name of a user's function.
+    """
     descriptor, client_pid, workers, task_seconds, function = sys.argv[1:]
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # who asks may still have work to finish; its end is the end
+        # The client may still need answers after a signal, and ends this process itself.
         signal.signal(signal_number, signal.SIG_IGN)
     folder = tempfile.mkdtemp(prefix="jaxspec-")
 
     def exit_orphaned(*_: object) -> None:
-        # The signal also comes at the end of the thread that started this process.
+        # Linux also sends the signal when only the thread that started this process ends.
         if os.getppid() != int(client_pid):
             end_descendants()
             remove_folder(folder)
@@ -358,8 +382,9 @@ def main() -> None:
 
     signal.signal(_ORPHAN_SIGNAL, exit_orphaned)
     signal_parent_death(_ORPHAN_SIGNAL, int(client_pid))
+    # Forked workers have the module without importing it again.
     with contextlib.suppress(ImportError):
-        import math_verify  # noqa: F401  # pyright: ignore[reportMissingImports] - for all workers
+        import math_verify  # noqa: F401  # pyright: ignore[reportMissingImports]
     adopt_orphans()
     Keeper(
         Connection(int(descriptor)), int(workers), float(task_seconds), function, folder

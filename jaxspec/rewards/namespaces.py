@@ -1,9 +1,10 @@
-"""A sandbox of Linux namespaces, as a script that `code.py` starts: it shuts itself off, and then
-runs the source that it is given, in the same process.
+"""Runs Python source code in a sandbox of namespaces.
 
-That process is the first of a process namespace, with its own /proc where the system allows one. It
-sees Python's files, read-only, and a folder in memory, and has no network and no privileges. It
-imports nothing of jaxspec.
+`code.py` starts this file as a script, which therefore imports nothing of jaxspec. The script
+isolates its own process and then runs the source code given as an argument.
+
+The sandbox has no network and no privileges, and shows no other processes. Python's files are
+visible read-only. Folders in memory can be written to.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Flags CLONE_* of unshare(2), for kinds of namespaces.
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x20000,
     0x4000000,
@@ -22,10 +24,13 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x20000000,
     0x40000000,
 )
+# Flags MS_* of mount(2).
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 NOEXEC, NOATIME, NODIRATIME, RELATIME = 8, 1024, 2048, 1 << 21
 LOCKED_FLAGS = NOSUID | NODEV | NOEXEC | NOATIME | NODIRATIME
+"""Flags that a remount in a user namespace may not clear."""
 DETACH = 2
+"""Flag MNT_DETACH of umount2(2)."""
 VISIBLE_PATHS = (
     "/usr",
     "/bin",
@@ -36,21 +41,22 @@ VISIBLE_PATHS = (
     "/etc/ld.so.cache",
     sys.base_prefix,
 )
-"""What Python needs to run."""
+"""Paths that Python needs to run."""
 DEVICES = "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"
 HOME_FOLDER = "/tmp"
-"""The folder in memory."""
+"""Working folder in the sandbox, held in memory."""
 TMPFS_SIZE = "64m"
-"""Of all files in it together."""
+"""Size of all files in memory together."""
 TMPFS_FILES = "10k"
+"""Number of files in memory."""
 NOBODY_UID = 65534
+# RLIMIT_NPROC counts the processes of a user, so programs that shared one would share its limit.
 FIRST_UID = 2_000_000_000
-"""Where jaxspec runs as root, each program has a user of its own from here on, or else the limit of
-processes would be one for all of them."""
+"""First user id for programs where jaxspec runs as root. Each program has its own."""
 
 
 class _SystemCalls:
-    """Calls of the system that raise OSError."""
+    """C library functions that raise OSError on failure."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)
@@ -71,9 +77,10 @@ class _SystemCalls:
 
 
 def enter_sandbox(root: str) -> None:
-    """Shuts this process off from the rest of the system; `root` is an empty folder.
+    """Isolates a child process, and returns in it.
 
-    Returns in a child of this process, which ends with it.
+    The child is cut off from the network, files and processes of the system. Either process ends
+    when the other does. `root` is an empty folder to mount files on.
 
     Raises:
       OSError: the system does not allow it.
@@ -81,26 +88,32 @@ def enter_sandbox(root: str) -> None:
     syscalls, parent, user = _SystemCalls(), os.getppid(), FIRST_UID + os.getpid()
     has_user_namespace = _unshare_namespaces(syscalls)
     _end_with_parent(syscalls, parent)
+    # A new process namespace applies to children only.
     child = os.fork()
     if child:
-        os.closerange(0, 2**16)  # or else nobody would hear the child's end
+        # With copies of the pipes open here, their readers would not notice the child's end.
+        os.closerange(0, 2**16)
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) and 1)
     _mount_minimal_root(syscalls, root)
     _drop_privileges(syscalls, None if has_user_namespace else user)
-    # The parent is outside of the namespace, and so has no number here.
+    # Comes last, as a change of user clears the setting. The parent is outside of the process
+    # namespace, so its id is 0 here.
     _end_with_parent(syscalls, 0)
 
 
 def _unshare_namespaces(syscalls: _SystemCalls) -> bool:
-    """Leaves the namespaces of the system; returns whether the new ones belong to a new user
-    namespace, which root needs none of."""
+    """Moves this process to new namespaces.
+
+    Returns whether they include a user namespace, which only root can do without.
+    """
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     user, group = os.geteuid(), os.getegid()
     with contextlib.suppress(OSError):
         syscalls.unshare(flags)
         return False
     syscalls.unshare(flags | NEWUSER)
+    # An unprivileged process may write its gid_map only after it has denied setgroups.
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{NOBODY_UID} {user} 1"),
@@ -111,8 +124,12 @@ def _unshare_namespaces(syscalls: _SystemCalls) -> bool:
 
 
 def _mount_minimal_root(syscalls: _SystemCalls, root: str) -> None:
-    """Puts a file system in memory at `root`, with little in it, and makes it the only one."""
+    """Replaces the root by a minimal file system.
+
+    It is in memory, and is built at the folder `root`.
+    """
     os.umask(0o022)
+    # Otherwise the mounts below would also appear outside of the sandbox.
     syscalls.mount("none", "/", None, REC | PRIVATE, None)
     syscalls.mount(
         "tmpfs",
@@ -127,11 +144,14 @@ def _mount_minimal_root(syscalls: _SystemCalls, root: str) -> None:
         Path(root + path).mkdir(parents=True, exist_ok=True)
     for path in ("/dev/shm", HOME_FOLDER):
         Path(root + path).chmod(0o1777)
-    with contextlib.suppress(OSError):  # in some containers; then there is none
+    # Some containers do not allow it. The sandbox then has no /proc.
+    with contextlib.suppress(OSError):
         syscalls.mount("proc", f"{root}/proc", "proc", NOSUID | NODEV, None)
     with contextlib.suppress(OSError):
-        # Shared memory that no process is attached to would count for none.
+        # System V shared memory that no process is attached to escapes the memory limit.
         Path("/proc/sys/kernel/shmall").write_text("0", encoding="ascii")
+    # With "." twice, the old root is stacked on the new one, and unmounting removes the old one
+    # (pivot_root(2)). No folder for the old root is needed.
     os.chdir(root)
     syscalls.pivot_root(".", ".")
     syscalls.umount2(".", DETACH)
@@ -139,10 +159,12 @@ def _mount_minimal_root(syscalls: _SystemCalls, root: str) -> None:
 
 
 def _bind_mount(syscalls: _SystemCalls, source: Path, target: Path) -> None:
-    """Has a path be seen at another, read-only unless it is a device."""
+    """Mounts `source` at `target`. All but devices are read-only."""
+    # A target exists if a folder above it is already mounted.
     if not source.exists() or target.exists() or target.is_symlink():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
+    # On many systems /bin and /lib are links into /usr.
     if source.is_symlink():
         target.symlink_to(source.readlink())
         return
@@ -151,24 +173,32 @@ def _bind_mount(syscalls: _SystemCalls, source: Path, target: Path) -> None:
     else:
         target.touch()
     syscalls.mount(str(source), str(target), None, BIND | REC, None)
+    # A bind mount ignores MS_RDONLY. Only a remount sets it.
     if not source.is_char_device():
-        # Flags of the mount that is shown must stay. `statvfs` has another number for one of them.
+        # The kernel refuses a remount that clears flags of the original mount. `statvfs` reports
+        # RELATIME by another number than `mount` takes.
         flags = os.statvfs(source).f_flag
         flags = flags & LOCKED_FLAGS | RELATIME * bool(flags & 4096)
         syscalls.mount(None, str(target), None, REMOUNT | BIND | RDONLY | flags, None)
 
 
 def _drop_privileges(syscalls: _SystemCalls, user: int | None) -> None:
-    """Leaves nothing of root in this process, which becomes a user; None: it is nobody already."""
+    """Drops all privileges of this process.
+
+    The process becomes `user`. With None, it is already mapped to `nobody`.
+    """
     if user is not None:
         try:
             _set_user(user)
-        except OSError:  # a container may know few users
+        except OSError:
+            # A container may map only a few user ids.
             _set_user(NOBODY_UID)
+    # 0x20080522 is version 3 of capabilities, which takes three sets of 64 bits.
     header, empty_sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     syscalls.capset(header, empty_sets)
     syscalls.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    syscalls.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, or else /proc/self would be root's
+    # PR_SET_DUMPABLE: after the change of user, /proc/self would otherwise belong to root.
+    syscalls.prctl(4, 1, 0, 0, 0)
 
 
 def _set_user(user: int) -> None:
@@ -178,15 +208,20 @@ def _set_user(user: int) -> None:
 
 
 def _end_with_parent(syscalls: _SystemCalls, parent: int) -> None:
-    """Ends this process when its parent ends."""
+    """Requests that this process is killed when `parent` ends."""
     syscalls.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+    # The parent may have ended before the call.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Arguments: an empty folder, a source, and its arguments."""
+    """Runs source code in a sandbox.
+
+    The command line holds an empty folder, the source code, and the arguments of that code.
+    """
     root, source = sys.argv[1:3]
+    # The source code finds its own arguments in `sys.argv`.
     del sys.argv[1:3]
     enter_sandbox(root)
     os.environ["HOME"] = HOME_FOLDER

@@ -1,4 +1,4 @@
-"""What became of a response, and its reward."""
+"""Outcomes of responses, and their rewards."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -8,30 +8,30 @@ from jaxtyping import Bool, Float32, Int8
 
 
 class Outcome(IntEnum):
-    """What became of a response."""
+    """Outcome of judging a response."""
 
     CORRECT = 0
     WRONG = 1
     NO_ANSWER = 2
     TIMEOUT = 3
-    """Nothing was found in time: by a check of jaxspec that counts as wrong, or else to keep the
-    check busy would pay; by a user's function it says nothing of the response."""
+    """No verdict in time. The response counts as wrong if a verifier of jaxspec was late with it,
+    and has no reward otherwise."""
     ERROR = 4
-    """A user's function failed, or gave no number: nothing is known of the response."""
+    """No verdict because of an error, such as a user's function that raised."""
 
 
 class Scores(NamedTuple):
-    """Rewards with the outcome each of them stands for."""
+    """Rewards and outcomes, row by row."""
 
     rewards: Float32[np.ndarray, " rows"]
     outcomes: Int8[np.ndarray, " rows"]
     valid: Bool[np.ndarray, " rows"]
-    """Rows that a reward is known of; the others must not be learnt from."""
+    """Rows that have a reward. The learner must skip the others."""
     reason: str = ""
-    """Why the first of the others has none."""
+    """Why the first row without a reward has none."""
 
 
 def make_invalid_scores(row_count: int, reason: str) -> Scores:
-    """Scores of rows of which nothing is known, and why."""
+    """Makes scores of rows that have no rewards, for `reason`."""
     outcomes = np.full(row_count, Outcome.ERROR, np.int8)
     return Scores(np.zeros(row_count, np.float32), outcomes, np.zeros(row_count, bool), reason)

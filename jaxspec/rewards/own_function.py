@@ -1,4 +1,7 @@
-"""A user's reward function: the form that it has, its calls, and the rewards that it returns."""
+"""Calls a user's reward function, and checks its rewards.
+
+Functions written for verl or TRL are recognized by the names of their parameters.
+"""
 
 import asyncio
 import inspect
@@ -9,33 +12,36 @@ from typing import Any, NamedTuple
 from jaxspec.inputs import own_code
 
 OUTCOME_NAMES = "correct", "wrong", "no_answer"
-"""What a user's function may call a response."""
+"""Outcomes that a user's function may return."""
 LIST_FORM = "function(prompts, responses, answers, rows)"
 VERL_FORM = "compute_score(data_source, solution_str, ground_truth, extra_info)"
 VERL_BATCH_FORM = "compute_score(data_sources, solution_strs, ground_truths, extra_infos)"
 TRL_FORM = "function(prompts, completions, **columns)"
 REFERENCE_NAMES = "ground_truth", "solution", "answer", "answers"
-"""Names by which functions of TRL's form ask for the references, where no column has them."""
+"""Parameters of TRL functions that receive the reference answers, unless a column has the name."""
 
 
 class UserFunction(NamedTuple):
-    """A user's function."""
+    """User's function, adapted to one calling form."""
 
     call: Callable[..., Any]
-    """Takes prompts, responses, answers and rows, as lists."""
+    """Function of the lists prompts, responses, answers and rows."""
     form: str = ""
-    """The form of another project that it was written for, in words."""
+    """Description of the other project's form that the function has, or empty."""
 
 
 def adapt_function(function: Callable[..., Any]) -> UserFunction:
-    """Finds out how a function is to be called, by the names of its parameters.
+    """Adapts a function to four lists as arguments.
+
+    The names of its parameters tell the form that it has.
 
     Raises:
-      TypeError: it takes neither four lists nor the arguments of verl's or TRL's functions.
+      TypeError: the function cannot be called with four lists, nor as verl or TRL do.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some functions in C nothing is known
+    # Some functions written in C have no signature.
+    except (TypeError, ValueError):
         return UserFunction(function)
     parameters = signature.parameters
     if "solution_str" in parameters:
@@ -48,6 +54,8 @@ def adapt_function(function: Callable[..., Any]) -> UserFunction:
         return UserFunction(
             _wrap_verl_batch(function, signature), f"verl's form: {VERL_BATCH_FORM}"
         )
+    # A parameter `completions` means TRL's form, unless the function clearly takes the four lists:
+    # it also has a parameter `rows`, and no `**columns`.
     accepts_any_keyword = any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
@@ -72,6 +80,11 @@ def _function_name(function: Callable[..., Any]) -> str:
 def _require_provided(
     signature: inspect.Signature, project: str, provided: Mapping[str, Any]
 ) -> None:
+    """Checks that a form provides all required parameters.
+
+    Raises:
+      TypeError: a parameter is missing, or cannot be passed by name.
+    """
     positional_names = [
         name
         for name, parameter in signature.parameters.items()
@@ -79,19 +92,19 @@ def _require_provided(
     ]
     if positional_names:
         raise TypeError(
-            f"it has {project}'s form, which gives values by name, and takes"
-            f" {', '.join(positional_names)} by place alone; take the `/` out of its parameters"
+            f"it has {project}'s form, which passes arguments by name, but takes"
+            f" {', '.join(positional_names)} by position only; remove the `/` from its parameters"
         )
     missing_names = [name for name in _find_required_parameters(signature) if name not in provided]
     if missing_names:
         raise TypeError(
-            f"it has {project}'s form, and needs {', '.join(missing_names)}, which that form does"
-            f" not give: {', '.join(provided)}; give {' and '.join(missing_names)} a default"
+            f"it has {project}'s form and requires {', '.join(missing_names)}, which is not among"
+            f" {', '.join(provided)}; give {' and '.join(missing_names)} a default"
         )
 
 
 def _find_required_parameters(signature: inspect.Signature) -> list[str]:
-    """Names of parameters without a default."""
+    """Returns the names of parameters without a default."""
     variadic_kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return [
         name
@@ -101,7 +114,7 @@ def _find_required_parameters(signature: inspect.Signature) -> list[str]:
 
 
 def _select_accepted(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments that a function takes."""
+    """Selects the arguments that a function accepts."""
     parameters = signature.parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
@@ -111,6 +124,8 @@ def _select_accepted(signature: inspect.Signature, arguments: dict[str, Any]) ->
 def _build_verl_arguments(
     prompt: str, response: str, answer: str, row: dict[str, Any]
 ) -> dict[str, Any]:
+    """Builds verl's arguments for one row."""
+    # verl passes no prompt.
     del prompt
     return {
         "data_source": row.get("data_source", ""),
@@ -121,6 +136,7 @@ def _build_verl_arguments(
 
 
 def _build_verl_batch(*columns: list[Any]) -> dict[str, list[Any]]:
+    """Builds verl's arguments for all rows, with plural names."""
     rows = [_build_verl_arguments(*row) for row in zip(*columns, strict=True)]
     return {
         f"{name}s": [row[name] for row in rows] for name in _build_verl_arguments("", "", "", {})
@@ -150,8 +166,9 @@ def _wrap_trl(function: Callable[..., Any], signature: inspect.Signature) -> Cal
     def call_columns(
         prompts: list[str], responses: list[str], answers: list[str], rows: list[dict[str, Any]]
     ) -> Any:
+        # As in TRL, completions are chats if prompts are.
         chats = [row.get("prompt") for row in rows]
-        is_chat = all(_is_chat(chat) for chat in chats)  # TRL gives completions as prompts are
+        is_chat = all(_is_chat(chat) for chat in chats)
         arguments: dict[str, Any] = dict.fromkeys(REFERENCE_NAMES, answers)
         names = {name for row in rows for name in row}
         arguments |= {name: [row.get(name) for row in rows] for name in sorted(names)}
@@ -161,7 +178,9 @@ def _wrap_trl(function: Callable[..., Any], signature: inspect.Signature) -> Cal
             if is_chat
             else responses
         )
+        # The column is already passed as `prompts`.
         arguments.pop("prompt", None)
+        # Checked at each call, as the columns depend on the rows.
         _require_provided(signature, "TRL", arguments)
         return function(**_select_accepted(signature, arguments))
 
@@ -176,28 +195,29 @@ def _is_chat(prompt: Any) -> bool:
     )
 
 
-# ---- calls, and what comes of them
-
-
 def compute_rewards(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
-    """What a function gives for some rows: a reward with an outcome for each, or why there is
-    none."""
+    """Calls a function, and checks its rewards.
+
+    `rows` holds the columns of the rows. Returns `{"rewards": [[NUMBER, OUTCOME], ...]}`, or
+    `{"error": REASON}` if the call fails. A row whose reward is invalid has `[None, REASON]`.
+    """
     try:
         result = call(*rows)
         if inspect.isawaitable(result):
             result = asyncio.run(_await_value(result))
         result = _to_reward_list(result, len(rows[0]))
+        # An async function that is called row by row returns an awaitable for each row.
         if any(map(inspect.isawaitable, result)):
             result = asyncio.run(_await_all(result))
-    except BaseException as error:  # noqa: BLE001 - whatever a user's function raises is told
+    except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
         return {"error": own_code.describe_error(error)}
     if len(result) != len(rows[0]):
-        return {"error": f"it gave {len(result)} rewards for {len(rows[0])} rows"}
+        return {"error": f"it returned {len(result)} rewards for {len(rows[0])} rows"}
     rewards = []
     for value in result:
         try:
             rewards.append(_parse_reward(value))
-        except Exception as error:  # noqa: BLE001 - the same
+        except Exception as error:  # noqa: BLE001 - `float()` of a user's object may raise anything
             rewards.append([None, own_code.describe_error(error)])
     return {"rewards": rewards}
 
@@ -211,8 +231,12 @@ async def _await_all(values: Sequence[Any]) -> list[Any]:
 
 
 def _to_reward_list(result: Any, row_count: int) -> list[Any]:
-    """What a function returned, as a list. A text or a dictionary can be gone through, too, but
-    gives characters or keys."""
+    """Converts a function's result to a list.
+
+    Raises:
+      TypeError: the result is text, a mapping, a set, or not iterable.
+    """
+    # Strings, mappings and sets are iterable, but yield characters, keys, or no order.
     if isinstance(result, str | bytes | Mapping | set | frozenset) or not _is_iterable(result):
         kind = "dictionary" if isinstance(result, Mapping) else type(result).__name__
         raise TypeError(
@@ -230,31 +254,35 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _parse_reward(value: Any) -> list[Any]:
-    """A reward and its outcome, or None and what is wrong with it."""
+    """Returns a reward and its outcome.
+
+    If the value is invalid, returns None and the reason.
+    """
     reward, outcome = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(reward, Mapping):
-        return [None, f"it gave a dictionary, {describe_value(value)}, in place of a number"]
-    if isinstance(reward, str | bytes):  # which may be read as one
-        return [None, f"it gave {describe_value(value)}, which is no number but text"]
+        return [None, f"it returned the dictionary {describe_value(value)}, not a number"]
+    # `float()` would accept a string such as "0.5".
+    if isinstance(reward, str | bytes):
+        return [None, f"it returned the text {describe_value(value)}, not a number"]
     if reward is None:
-        return [None, "it gave None; give 0 where the function does not apply to a row"]
+        return [None, "it returned None; return 0 for rows that the function does not apply to"]
     try:
         number = float(reward)  # pyright: ignore[reportArgumentType] - it may be anything
     except (TypeError, ValueError):
-        return [None, f"it gave {describe_value(value)}, which is no number"]
+        return [None, f"it returned {describe_value(value)}, which is not a number"]
     if not math.isfinite(number):
-        return [None, f"it gave {number}, which is not finite"]
+        return [None, f"it returned {number}, which is not finite"]
     if outcome is None:
         outcome = "correct" if number > 0 else "wrong"
     if outcome not in OUTCOME_NAMES:
         return [
             None,
-            f"it gave the outcome {describe_value(outcome)}, which is none of"
+            f"it returned the outcome {describe_value(outcome)}, which is not one of"
             f" {list(OUTCOME_NAMES)}",
         ]
     return [number, outcome]
 
 
 def describe_value(value: Any) -> str:
-    """A value in a message."""
+    """Formats a value for a message, truncated."""
     return repr(value)[: own_code.MAX_ERROR_LENGTH]

@@ -1,5 +1,8 @@
-"""The pool of worker processes that judge responses: bounded in time, whatever a response or a
-user's function does."""
+"""Pool of worker processes that judge responses.
+
+Every task has a time limit. `RewardPool` is the client. It starts the keeper (`keeper.py`), which
+forks the workers (`worker.py`).
+"""
 
 import json
 import os
@@ -13,24 +16,25 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _EXIT_TIMEOUT = 60.0
-"""Seconds that the keeper may take to end."""
+"""Seconds within which the keeper must end."""
 
 
 class PoolError(Exception):
-    """The pool cannot start, or is broken; the message says why."""
+    """The pool cannot start, or has failed. The message gives the reason."""
 
 
 class RewardPool:
-    """Workers that judge responses; tasks and answers are those of `worker.py`. It may be used from
-    several threads.
+    """Worker processes that judge responses.
+
+    `worker.py` defines tasks and answers. Methods can be called from several threads. The processes
+    end with `close`, when this object is garbage-collected, and when this process ends.
 
     Args:
-      worker_count: processes.
-      task_seconds: that a task may take. A check of jaxspec that is late is tried once more alone
-        within them; a call of a user's function is not.
-      function: a user's, as `package.module:name` or `file.py:name`; empty: checks of jaxspec.
-
-    The processes end with `close`, with this object, and with this process, however it ends.
+      worker_count: number of worker processes.
+      task_seconds: time limit of a task. If a check of jaxspec is late, a second try is made within
+        the limit. A call of a user's function is made once.
+      function: a user's function, as `package.module:name` or `file.py:name`. If empty, workers run
+        jaxspec's own checks only.
     """
 
     def __init__(self, worker_count: int, task_seconds: float, function: str = "") -> None:
@@ -39,7 +43,8 @@ class RewardPool:
         command = [sys.executable, "-m", "jaxspec.rewards.keeper", *connection_arguments]
         self._lock, self._batch_count = threading.Lock(), 0
         self._task_indices: dict[int, list[int]] = {}
-        # A session of its own: a Ctrl-C at the terminal is for who asks.
+        # In a new session, as Ctrl-C in the terminal is meant for this process only. The run may
+        # still need the workers to finish its step.
         with keeper_socket:
             self._process = subprocess.Popen(
                 [*command, str(worker_count), str(task_seconds), function],
@@ -49,6 +54,7 @@ class RewardPool:
                 start_new_session=True,
             )
         self._connection = Connection(local_socket.detach())
+        # The callback must not refer to `self`, which it would keep alive.
         self._finalizer = weakref.finalize(self, _end_process, self._process, self._connection)
 
     def __enter__(self) -> "RewardPool":
@@ -58,17 +64,19 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes; none is left when this returns."""
+        """Ends all processes, and waits until they have ended."""
         self._finalizer()
 
     def submit_tasks(self, tasks: Sequence[list[Any]]) -> int:
-        """Has the workers begin with some tasks; returns the number to collect their answers by.
-        Checks of jaxspec that are the same are done once; calls of a user's function are not.
+        """Starts a batch of tasks, and returns its id.
+
+        Equal checks in a batch run once. Equal calls of a user's function all run.
 
         Raises:
-          PoolError: the pool is broken.
+          PoolError: the pool has failed.
         """
         unique_indices: dict[Any, int] = {}
+        # A user's function may give another reward each time, so its calls get unique keys.
         task_keys = [
             position if task[0] == "rows" else json.dumps(task)
             for position, task in enumerate(tasks)
@@ -87,35 +95,40 @@ class RewardPool:
             return batch_id
 
     def collect_answers(self, batch_id: int) -> list[Any]:
-        """The answers to the tasks of `submit_tasks`, in their order, once they are all there: of a
-        late one `{"timeout": True}`, of one whose worker died `{"died": True}`, and of those that
-        had not begun when the time of the batch was over `{"unjudged": SECONDS}`.
+        """Waits for the answers of a batch.
 
-        A batch may take 20 deadlines, and for each worker's share of it a tenth of one for each
-        check and one for each call of a user's function.
+        They are in the order of its tasks. A late task has the answer `{"timeout": True}`, and one
+        whose worker died `{"died": True}`. A task that did not start within the batch's time limit
+        has `{"unjudged": LIMIT}`, in seconds.
+
+        The limit of a batch is 20 times that of a task, plus an allowance for its tasks divided by
+        the number of workers. The allowance is a tenth of a task's limit for a check, and the full
+        limit for a call of a user's function.
 
         Raises:
-          PoolError: the pool is broken.
+          PoolError: the pool has failed.
         """
+        # The lock is held while waiting, so that another thread cannot read these answers.
         with self._lock:
             self._send_message({"batch": batch_id})
             answers = self._receive_answers(batch_id)
             return [answers[index] for index in self._task_indices.pop(batch_id)]
 
     def __call__(self, tasks: Sequence[list[Any]]) -> list[Any]:
-        """The answers to tasks, in their order."""
+        """Submits tasks, and returns their answers in order."""
         return self.collect_answers(self.submit_tasks(tasks))
 
     def _send_message(self, message: dict[str, Any]) -> None:
         try:
             self._connection.send_bytes(json.dumps(message).encode())
         except OSError as error:
-            self._receive_message()  # its last words, if there are any
+            # If the keeper reported a failure before it ended, this raises with its reason.
+            self._receive_message()
             raise PoolError("the pool is closed") from error
 
     def _receive_answers(self, batch_id: int) -> list[Any]:
         message = self._receive_message()
-        assert message["batch"] == batch_id, "one is asked for at a time"
+        assert message["batch"] == batch_id, "answers are requested one batch at a time"
         return message["answers"]
 
     def _receive_message(self) -> dict[str, Any]:
@@ -124,7 +137,7 @@ class RewardPool:
         except (EOFError, OSError) as error:
             self.close()
             reason = (
-                f"the process that keeps the workers ended with status {self._process.returncode}"
+                f"the keeper process of the workers ended with status {self._process.returncode}"
             )
             raise PoolError(reason) from error
         if "failed" in message:
@@ -134,9 +147,11 @@ class RewardPool:
 
 
 def _end_process(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    # The keeper ends itself and the workers when the connection is closed.
     connection.close()
     try:
         process.wait(_EXIT_TIMEOUT)
-    except subprocess.TimeoutExpired:  # its workers end with it
+    except subprocess.TimeoutExpired:
+        # The workers are set to be killed when the keeper ends.
         process.kill()
         process.wait()

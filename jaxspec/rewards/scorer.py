@@ -1,4 +1,4 @@
-"""The rewards of responses: parts that are added up, each with its outcome."""
+"""Scorers of responses: each reward is a weighted sum of parts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,24 +27,23 @@ CANARIES = {
         ("assert two() == 2", "def two():\n    return 3", False),
     ),
 }
-"""By verifier, references, answers, and whether these are right, which it must find every time."""
-
-
+"""Pairs of reference and answer with their known verdicts, by verifier. Every batch has them."""
 MAX_REWARD = float(np.finfo(np.float32).max)
+"""Largest absolute value of a reward."""
 
 
 class RewardInputs(NamedTuple):
-    """What is judged, row by row."""
+    """Rows to score, column by column."""
 
     prompts: Sequence[str]
     responses: Sequence[str]
     answers: Sequence[str]
-    """References."""
+    """Reference answers."""
     columns: Sequence[dict[str, Any]]
-    """What the data says of each row."""
+    """All columns of each row of the data file."""
 
     def select_rows(self, indices: Sequence[int]) -> "RewardInputs":
-        """Those at some places."""
+        """Selects rows by index."""
         return RewardInputs(
             [self.prompts[index] for index in indices],
             [self.responses[index] for index in indices],
@@ -54,42 +53,41 @@ class RewardInputs(NamedTuple):
 
 
 class PartReward(NamedTuple):
-    """What a part gives a row."""
+    """Unweighted value of one part of a reward."""
 
     value: float
     outcome: Outcome
     reason: str = ""
-    """Why it gives nothing."""
+    """Why there is no value. Empty if there is one."""
 
     @property
     def is_valid(self) -> bool:
-        """Whether it gives anything."""
+        """Whether there is a value."""
         return not self.reason
 
 
 class PendingScores(NamedTuple):
-    """Rows that are being judged."""
+    """Submitted rows, to be collected by `Scorer.collect_scores`."""
 
     rows: RewardInputs
     outcomes: list[Outcome | None]
-    """Of the answers; None: the pool will say."""
+    """Outcome of each answer. None if a worker must decide."""
     call_slices: list[slice]
     """Rows of each call of the user's function."""
     batch_id: int | None
-    """Of the pool's batch, which has the canaries first, then answers, then calls; None: there is
-    none."""
+    """Batch of the pool, or None if no worker is needed. Its tasks are canaries, answers, calls."""
 
 
 class Scorer:
-    """Rewards of rows, which are weighted sums of parts.
+    """Scores rows by a weighted sum of parts.
 
     Args:
-      style: how responses state their answers.
-      parts: as in `reward.parts`.
-      weights: of each part.
-      pool: workers, where a part needs them.
-      verifier: as in `reward.verifier`.
-      rows_per_call: that a user's function is called with, at most.
+      style: form in which responses state their answers.
+      parts: parts of the reward, as in `reward.parts`.
+      weights: weight of each part.
+      pool: worker processes. Needed by the part `function` and by verifiers other than `exact`.
+      verifier: verifier of answers, as in `reward.verifier`.
+      rows_per_call: maximum number of rows in a call of the user's function.
     """
 
     def __init__(
@@ -105,20 +103,21 @@ class Scorer:
         self._weights = dict(zip(parts, weights, strict=True))
         self._pool, self._call_size = pool, rows_per_call
         self.has_workers = pool is not None
-        """Whether anything is gained by beginning early."""
+        """Whether rows are scored in the background, so that it helps to submit them early."""
+        # Without the part `answer` no verdict is needed, so no worker is asked for one.
         self._verifier = verifier if "answer" in parts else "exact"
         self._canaries = CANARIES.get(self._verifier, ())
 
     def __call__(self, rows: RewardInputs) -> Scores:
-        """The scores of rows; raises as `submit_rows` and `collect_scores` do."""
+        """Scores rows. Raises the errors of `submit_rows` and `collect_scores`."""
         return self.collect_scores(self.submit_rows(rows))
 
     def submit_rows(self, rows: RewardInputs) -> PendingScores:
-        """Has the workers begin with rows.
+        """Starts to score rows in the workers.
 
         Raises:
-          ValueError: there are different numbers of prompts, responses, answers and columns.
-          PoolError: the pool is broken.
+          ValueError: the columns of `rows` have different lengths.
+          PoolError: the pool has failed.
         """
         examples = list(zip(*rows, strict=True))
         extracted = [
@@ -146,16 +145,17 @@ class Scorer:
         return PendingScores(rows, outcomes, calls, batch_id)
 
     def collect_scores(self, pending: PendingScores) -> Scores:
-        """The scores of rows that were begun with, once all are there.
+        """Waits for the scores of submitted rows.
 
         Raises:
-          PoolError: the pool is broken, or the verifier does not know what is equal any more.
+          PoolError: the pool has failed, or the verifier gives a wrong verdict on a canary.
         """
         answers = (
             []
             if pending.batch_id is None or not self._pool
             else self._pool.collect_answers(pending.batch_id)
         )
+        # Consumed in the order of the tasks in `submit_rows`: canaries, answers, calls.
         verdicts = iter(answers)
         self._check_canaries(verdicts)
         answer_rewards = [
@@ -181,10 +181,10 @@ class Scorer:
         return self._add_parts(part_rewards)
 
     def try_function(self, rows: RewardInputs) -> str:
-        """Calls the user's function on rows; returns why one has no reward, if one has none.
+        """Calls the user's function once. Returns why a row has no reward, or an empty text.
 
         Raises:
-          PoolError: the pool is broken.
+          PoolError: the pool has failed.
         """
         if "function" not in self._weights or self._pool is None:
             return ""
@@ -193,16 +193,17 @@ class Scorer:
         return next((reward.reason for reward in rewards if not reward.is_valid), "")
 
     def find_unreadable(self, answers: Sequence[str]) -> list[int]:
-        """Which references the verifier cannot read; raises PoolError."""
+        """Finds the answers that the verifier cannot read. Raises PoolError."""
         if self._verifier == "exact" or self._pool is None:
             return []
         is_code = self._verifier == "code"
+        # Plain numbers are compared as text, without a worker.
         rows = [row for row, answer in enumerate(answers) if is_code or not is_number(answer)]
         verdicts = self._pool([["readable", self._verifier, answers[row]] for row in rows])
         return [row for row, verdict in zip(rows, verdicts, strict=True) if verdict is not True]
 
     def _match_answer(self, extracted_answer: str | None, answer: str) -> Outcome | None:
-        """What is known of an answer without a worker."""
+        """Judges an answer without a worker. Returns None if that is not possible."""
         if extracted_answer is None:
             return Outcome.NO_ANSWER
         if self._verifier == "code":
@@ -210,25 +211,29 @@ class Scorer:
         normalize = normalize_dapo_answer if self._style == "dapo" else normalize_answer
         if normalize(extracted_answer) == normalize(answer):
             return Outcome.CORRECT
+        # Plain numbers with different normal forms are different. Workers are not asked.
         if self._verifier == "math" and not (is_number(extracted_answer) and is_number(answer)):
             return None
         return Outcome.WRONG
 
     def _check_canaries(self, verdicts: Iterator[Any]) -> None:
-        """Whether all canaries are alive; one that is merely late says nothing."""
+        """Checks the canaries. Raises PoolError if a verdict is wrong, or if all are missing."""
+        # Without this check, a broken verifier would silently give no rewards at all.
         checks = [(canary, next(verdicts)) for canary in self._canaries]
+        # A dictionary reports a late or failed task. A single one may be due to a busy machine.
         all_late = checks and all(isinstance(verdict, dict) for _, verdict in checks)
         for (reference, answer, is_correct), verdict in checks:
             if verdict is not is_correct and (all_late or not isinstance(verdict, dict)):
                 raise PoolError(
-                    f"reward.verifier {self._verifier} says {verdict!r} of {answer!r} for"
-                    f" {reference!r}, which is {is_correct}: no reward of it can be trusted"
+                    f"reward.verifier {self._verifier} gave {verdict!r} for reference {reference!r}"
+                    f" and answer {answer!r}, not {is_correct}: its rewards cannot be trusted"
                 )
 
     @staticmethod
     def _score_part(
         part: str, response: str, answer_reward: PartReward, function_reward: PartReward | None
     ) -> PartReward:
+        """Returns the value of one part for one row."""
         match part:
             case "answer":
                 return answer_reward
@@ -237,12 +242,16 @@ class Scorer:
             case "thought":
                 condition = begins_with_thought(response)
             case _:
-                assert function_reward is not None, "every row was given to the function"
+                assert function_reward is not None, "the function is called on every row"
                 return function_reward
         return PartReward(float(condition), Outcome.CORRECT if condition else Outcome.WRONG)
 
     def _add_parts(self, part_rewards: Sequence[Sequence[PartReward]]) -> Scores:
-        """Sums over the parts. The outcome is that of what judges the answer, if something does."""
+        """Sums the parts of each row.
+
+        A row has no reward if one of its parts has no value. The outcome is that of the first part
+        that judges the answer (`answer` or `function`), or else of the first part.
+        """
         weights = list(self._weights.values())
         names = list(self._weights)
         main_part = next((i for i, name in enumerate(names) if name in ("answer", "function")), 0)
@@ -250,6 +259,7 @@ class Scorer:
         for row_rewards in part_rewards:
             failure = next((reward for reward in row_rewards if not reward.is_valid), None)
             total = sum(w * reward.value for w, reward in zip(weights, row_rewards, strict=True))
+            # `not <=` also catches NaN, the sum of infinite terms with opposite signs.
             if not failure and not abs(total) <= MAX_REWARD:
                 failure = PartReward(0.0, Outcome.ERROR, f"a reward of {total:g} is beyond float32")
             rewards.append(0.0 if failure else total)
@@ -265,14 +275,14 @@ class Scorer:
 
 
 class SetScorers:
-    """Scorers of several sets of problems, by the number of the set."""
+    """Scorers of several problem sets, by number."""
 
     def __init__(self, scorers: Sequence[Scorer], remarks: Sequence[str] = ()) -> None:
         self._scorers = scorers
         self.remarks = remarks
-        """What a user should know of them."""
+        """Messages for the user about the scorers."""
         self.has_workers = any(scorer.has_workers for scorer in scorers)
-        """Whether anything is gained by beginning early."""
+        """Whether some rows are scored in the background."""
 
     def __getitem__(self, number: int) -> Scorer:
         return self._scorers[number]
@@ -280,8 +290,10 @@ class SetScorers:
     def submit_rows(
         self, rows: RewardInputs, set_numbers: Sequence[int]
     ) -> list[tuple[list[int], Scorer, PendingScores]]:
-        """Has rows judged by the scorers with the numbers `set_numbers`, row by row: which of the
-        rows, by whom; raises as `Scorer.submit_rows` does."""
+        """Submits each row to the scorer of its set. Raises the errors of `Scorer.submit_rows`.
+
+        Returns the row indices of each set, its scorer, and its pending scores.
+        """
         submissions = []
         for number, scorer in enumerate(self._scorers):
             indices = [i for i, set_number in enumerate(set_numbers) if set_number == number]
@@ -292,13 +304,13 @@ class SetScorers:
 
 
 class ScoreCollector:
-    """Rows whose judging begins before the others are there."""
+    """Collects the scores of separately submitted rows."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[list[int], Scorer, PendingScores]] = []
 
     def select_unsubmitted(self, numbers: Sequence[int]) -> list[int]:
-        """Those rows that were not begun with yet."""
+        """Selects the rows that are not submitted yet."""
         submitted = {number for numbers, _, _ in self._pending for number in numbers}
         return [number for number in numbers if number not in submitted]
 
@@ -309,13 +321,12 @@ class ScoreCollector:
         rows: RewardInputs,
         set_numbers: Sequence[int],
     ) -> None:
-        """Has rows judged; raises as `SetScorers.submit_rows` does."""
+        """Submits rows under their numbers. Raises the errors of `SetScorers.submit_rows`."""
         for indices, scorer, pending in scorers.submit_rows(rows, set_numbers):
             self._pending.append(([numbers[index] for index in indices], scorer, pending))
 
     def collect_scores(self) -> Scores:
-        """The scores of all that was begun with, in the order of the numbers; raises as
-        `Scorer.collect_scores` does."""
+        """Collects the scores in order of row numbers. Raises PoolError."""
         results = [
             (numbers, scorer.collect_scores(pending)) for numbers, scorer, pending in self._pending
         ]
@@ -331,8 +342,11 @@ class ScoreCollector:
 
 
 def begins_with_thought(response: str) -> bool:
-    """Whether a response begins with one <think>...</think> (the first mark may stand in the
-    prompt), and has something after it."""
+    """Returns whether a response begins with a thought.
+
+    It must have a single <think>...</think> block, with text inside and after it. The opening mark
+    may be missing, as it may be in the prompt.
+    """
     thought, closing_mark, remainder = response.partition("</think>")
     thought_text = thought.strip().removeprefix("<think>")
     is_single = "<think>" not in thought_text + remainder and "</think>" not in remainder
@@ -344,30 +358,32 @@ def _reward_from_outcome(outcome: Outcome) -> PartReward:
 
 
 def _reward_from_verdict(answer: Any) -> PartReward:
-    """Of the verifier. One that is late, or dies, over what a response says counts as wrong: or
-    else to hang or break it would pay. What fails here says nothing of the response."""
+    """Converts a worker's verdict to a reward."""
     if isinstance(answer, bool):
         return _reward_from_outcome(Outcome.CORRECT if answer else Outcome.WRONG)
     if "error" in answer:
         return PartReward(0.0, Outcome.ERROR, answer["error"])
     if "unjudged" in answer:
         return _reward_from_unjudged(answer)
+    # The worker was late or died. The answer is scored 0 rather than left out, as the policy would
+    # otherwise gain by answers that hang or crash the verifier.
     return _reward_from_outcome(Outcome.TIMEOUT)
 
 
 def _reward_from_unjudged(answer: dict[str, float]) -> PartReward:
-    """Of a row that had not begun when the time of its batch was over."""
+    """Makes the invalid reward of a task that did not start in time."""
     reason = (
-        f"others of the batch kept the workers busy for {answer['unjudged']:.0f} s, the most that a"
-        " batch may take; raise --reward.workers, or lower --reward.deadline"
+        f"other tasks kept the workers busy for {answer['unjudged']:.0f} s, the time limit of a"
+        " batch; raise --reward.workers, or lower --reward.deadline"
     )
     return PartReward(0.0, Outcome.TIMEOUT, reason)
 
 
 def _rewards_from_call(answer: dict[str, Any], row_count: int) -> list[PartReward]:
-    """What a call of a user's function gives each of its rows."""
+    """Converts a call's answer to the rewards of its rows."""
+    # Failures of a user's function leave the rows out: they are not the policy's fault.
     if "timeout" in answer:
-        return [PartReward(0.0, Outcome.TIMEOUT, "a call was not through in time")] * row_count
+        return [PartReward(0.0, Outcome.TIMEOUT, "a call exceeded reward.deadline")] * row_count
     if "unjudged" in answer:
         return [_reward_from_unjudged(answer)] * row_count
     if "rewards" not in answer:

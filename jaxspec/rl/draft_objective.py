@@ -14,9 +14,9 @@ from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack, PyTree
 
 KL_DECAY = 3.0
-"""How fast `hybrid` leaves KL as acceptance grows: eta of arXiv 2602.23881."""
+"""How fast `kl_tv_hybrid` leaves KL as acceptance grows: eta of arXiv 2602.23881."""
 
-Loss = Callable[[Float[Array, "*B W"], Float[Array, "*B W"]], Float[Array, "*B"]]
+DraftLossFunction = Callable[[Float[Array, "*B W"], Float[Array, "*B W"]], Float[Array, "*B"]]
 """(the target's logprobs of the draft's tokens, not renormalised; the draft's logprobs) -> loss at
 each position."""
 
@@ -28,63 +28,63 @@ def cross_entropy(
     return -jnp.sum(jax.nn.softmax(target_logprobs, axis=-1) * draft_logprobs, axis=-1)
 
 
-def kl(
+def kl_divergence(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
     """KL divergence from the draft to the target renormalised over the draft's vocabulary; the
     gradient is that of cross-entropy."""
-    inside = jax.nn.log_softmax(target_logprobs, axis=-1)
-    return jnp.sum(jnp.exp(inside) * (inside - draft_logprobs), axis=-1)
+    renormalized = jax.nn.log_softmax(target_logprobs, axis=-1)
+    return jnp.sum(jnp.exp(renormalized) * (renormalized - draft_logprobs), axis=-1)
 
 
-def log_acceptance(
+def negative_log_acceptance(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
     """-log sum_v min(target, draft): the alpha form of LK (arXiv 2602.23881)."""
     return -jax.nn.logsumexp(jnp.minimum(target_logprobs, draft_logprobs), axis=-1)
 
 
-def hybrid(
+def kl_tv_hybrid(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
     """KL where acceptance is low, total variation where it is high, by each position's own detached
     weight: the lambda form of LK."""
-    missed = total_variation(target_logprobs, draft_logprobs)
-    weight = jnp.exp(-KL_DECAY * (1 - jax.lax.stop_gradient(missed)))
-    return weight * kl(target_logprobs, draft_logprobs) + (1 - weight) * missed
+    rejection = total_variation(target_logprobs, draft_logprobs)
+    weight = jnp.exp(-KL_DECAY * (1 - jax.lax.stop_gradient(rejection)))
+    return weight * kl_divergence(target_logprobs, draft_logprobs) + (1 - weight) * rejection
 
 
 def total_variation(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
     """1 - sum_v min(target, draft): the chance that a draft is rejected."""
-    return 1 - acceptance(target_logprobs, draft_logprobs)
+    return 1 - expected_acceptance(target_logprobs, draft_logprobs)
 
 
-def acceptance(
+def expected_acceptance(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
     """sum_v min(target, draft): the chance that a token drawn from the draft is accepted."""
     return jnp.sum(jnp.exp(jnp.minimum(target_logprobs, draft_logprobs)), axis=-1)
 
 
-LOSSES: dict[str, Loss] = {
+LOSSES: dict[str, DraftLossFunction] = {
     "ce": cross_entropy,
-    "kl": kl,
-    "lk": log_acceptance,
-    "lambda": hybrid,
+    "kl": kl_divergence,
+    "lk": negative_log_acceptance,
+    "lambda": kl_tv_hybrid,
     "tv": total_variation,
 }
 
-WHERE_COVERED: frozenset[Loss] = frozenset({cross_entropy, kl})
+COVERED_ONLY_LOSSES: frozenset[DraftLossFunction] = frozenset({cross_entropy, kl_divergence})
 """Losses that skip positions where the target's likeliest token is not the draft's: the
 renormalised target says nothing about them."""
 
 
-class Objective(NamedTuple):
+class DraftObjective(NamedTuple):
     """What a draft is trained for; static in a compiled program."""
 
-    loss: Loss
+    loss: DraftLossFunction
     steps: int
     """Depths; depth i feeds the draft its own output of depth i-1 and the true token."""
     decay: float
@@ -97,22 +97,22 @@ class Objective(NamedTuple):
     """How the draft's kind is run over texts."""
 
     @property
-    def depths(self) -> int:
+    def depth_count(self) -> int:
         """Depths at which this kind of draft is trained."""
-        return self.unroll.depths(self.steps)
+        return self.unroll.depth_count(self.steps)
 
-    def weights(self, depths: int) -> list[float]:
+    def depth_weights(self, depth_count: int) -> list[float]:
         """Of each depth's mean in the loss; they sum to 1."""
-        weights = [self.decay**depth for depth in range(depths)]
+        weights = [self.decay**depth for depth in range(depth_count)]
         return [weight / sum(weights) for weight in weights]
 
 
-class Compared(NamedTuple):
+class DraftComparison(NamedTuple):
     """A draft beside its target at positions of packed texts, by depth; sums over the positions
     that a depth predicts."""
 
     loss: Float[Array, "*P A"]
-    """Where the loss says nothing (see `WHERE_COVERED`), 0."""
+    """Where the loss says nothing (see `COVERED_ONLY_LOSSES`), 0."""
     acceptance: Float[Array, "*P A"]
     """sum_v min(target, draft): the chance that a draft of this depth is accepted, given that the
     ones before were."""
@@ -120,20 +120,25 @@ class Compared(NamedTuple):
     """1 where the draft's likeliest token is the target's."""
 
 
-def predicts(
-    objective: Objective, chosen: Bool[Array, "B T"], positions: Int[Array, "B T"], depths: int
+def depth_loss_mask(
+    objective: DraftObjective,
+    loss_mask: Bool[Array, "B T"],
+    positions: Int[Array, "B T"],
+    depth_count: int,
 ) -> Bool[Array, "B T A"]:
     """Which labels each depth predicts: those to learn before which a text has enough tokens."""
-    return chosen[:, :, None] & (positions[:, :, None] >= objective.unroll.before(depths))
+    return loss_mask[:, :, None] & (
+        positions[:, :, None] >= objective.unroll.min_context(depth_count)
+    )
 
 
-def drafted(
+def unroll_draft(
     network: PyTree,
     target: Decoder,
     forward: DecoderOutput,
     pack: Pack,
-    depths: int,
-    objective: Objective,
+    depth_count: int,
+    objective: DraftObjective,
 ) -> Float[Array, "B T A D"]:
     """What the draft's head reads, by depth, at the position whose label it then predicts.
 
@@ -143,37 +148,41 @@ def drafted(
     Source: EAGLE-3, arXiv 2503.01840 (training-time test).
     """
     target, forward = jax.lax.stop_gradient((target, forward))
-    return objective.unroll.hidden(network, target, forward, pack, depths)
+    return objective.unroll.hidden_states(network, target, forward, pack, depth_count)
 
 
-def compared(
+def compare_draft(
     network: PyTree,
     target: Decoder,
     logits: Float[Array, "B T V"],
     hidden: Float[Array, "B T A D"],
-    objective: Objective,
-) -> Compared:
+    objective: DraftObjective,
+) -> DraftComparison:
     """Compares a draft with its target, whose `logits` are those of each position's label: computed
     once for all depths."""
     temperature = objective.temperature or 1.0
-    mapped = objective.unroll.vocabulary(network)
-    whole = jax.nn.log_softmax(jax.lax.stop_gradient(logits) / temperature, axis=-1)
-    target_logprobs = whole if mapped is None else jnp.take(whole, mapped, axis=-1)
-    covered = jnp.max(target_logprobs, axis=-1) == jnp.max(whole, axis=-1)
-    found = []
+    vocab_ids = objective.unroll.vocabulary(network)
+    full_logprobs = jax.nn.log_softmax(jax.lax.stop_gradient(logits) / temperature, axis=-1)
+    target_logprobs = (
+        full_logprobs if vocab_ids is None else jnp.take(full_logprobs, vocab_ids, axis=-1)
+    )
+    is_covered = jnp.max(target_logprobs, axis=-1) == jnp.max(full_logprobs, axis=-1)
+    comparisons = []
     for depth in range(hidden.shape[2]):
-        output = hidden[:, :, depth]
-        drawn = objective.unroll.logits(network, target, output)
-        draft_logprobs = jax.nn.log_softmax(drawn / temperature, axis=-1)
+        depth_hidden = hidden[:, :, depth]
+        draft_logits = objective.unroll.logits(network, target, depth_hidden)
+        draft_logprobs = jax.nn.log_softmax(draft_logits / temperature, axis=-1)
         loss = objective.loss(target_logprobs, draft_logprobs)
-        if mapped is not None and objective.loss in WHERE_COVERED:
-            loss = jnp.where(covered, loss, 0)
-        overlap = jax.lax.stop_gradient(acceptance(target_logprobs, draft_logprobs))
-        same = covered & (
+        if vocab_ids is not None and objective.loss in COVERED_ONLY_LOSSES:
+            loss = jnp.where(is_covered, loss, 0)
+        overlap = jax.lax.stop_gradient(expected_acceptance(target_logprobs, draft_logprobs))
+        agreement = is_covered & (
             jnp.argmax(target_logprobs, axis=-1) == jnp.argmax(draft_logprobs, axis=-1)
         )
-        found.append(Compared(loss, overlap, same.astype(overlap.dtype)))
-    return Compared(*(jnp.stack(part, axis=2) for part in zip(*found, strict=True)))
+        comparisons.append(DraftComparison(loss, overlap, agreement.astype(overlap.dtype)))
+    return DraftComparison(
+        *(jnp.stack(values, axis=2) for values in zip(*comparisons, strict=True))
+    )
 
 
 class DraftLoss(NamedTuple):
@@ -185,24 +194,26 @@ class DraftLoss(NamedTuple):
     agreement: Float[Array, " A"]
 
 
-def draft_loss(
-    network: PyTree, target: Decoder, forward: DecoderOutput, pack: Pack, objective: Objective
+def compute_draft_loss(
+    network: PyTree, target: Decoder, forward: DecoderOutput, pack: Pack, objective: DraftObjective
 ) -> DraftLoss:
     """The draft's loss on one pack alone, all at once. The learner, which has many, sums what
-    `compared` gives."""
-    depths = objective.depths
-    hidden = drafted(network, target, forward, pack, depths, objective)
+    `compare_draft` gives."""
+    depth_count = objective.depth_count
+    hidden = unroll_draft(network, target, forward, pack, depth_count, objective)
 
-    def chunk(
+    def compare_chunk(
         networks: PyTree, hidden_target: Float[Array, "B C E"], hidden: Float[Array, "B C A D"]
-    ) -> Compared:
+    ) -> DraftComparison:
         network, target = networks
-        return compared(network, target, target.logits(hidden_target), hidden, objective)
+        return compare_draft(network, target, target.logits(hidden_target), hidden, objective)
 
-    elements = len(pack.tokens) * target.config.vocab * (1 + depths)
-    found = map_in_chunks(chunk, (network, target), elements, forward.hidden, hidden)
-    inside = predicts(objective, pack.chosen, pack.positions, depths)
-    count = jnp.maximum(jnp.sum(inside, axis=(0, 1), dtype=found.loss.dtype), 1)
-    means = Compared(*(jnp.sum(jnp.where(inside, part, 0), axis=(0, 1)) / count for part in found))
-    loss = jnp.sum(means.loss * jnp.asarray(objective.weights(depths), means.loss.dtype))
+    elements = len(pack.tokens) * target.config.vocab * (1 + depth_count)
+    comparison = map_in_chunks(compare_chunk, (network, target), elements, forward.hidden, hidden)
+    label_mask = depth_loss_mask(objective, pack.loss_mask, pack.positions, depth_count)
+    count = jnp.maximum(jnp.sum(label_mask, axis=(0, 1), dtype=comparison.loss.dtype), 1)
+    means = DraftComparison(
+        *(jnp.sum(jnp.where(label_mask, values, 0), axis=(0, 1)) / count for values in comparison)
+    )
+    loss = jnp.sum(means.loss * jnp.asarray(objective.depth_weights(depth_count), means.loss.dtype))
     return DraftLoss(loss, means.acceptance, means.agreement)

@@ -8,56 +8,64 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.mesh import ROWS, on_each_shard, row_shards
-from jaxspec.rl.train_batch import from_shards
-from jaxspec.state import Finished, PyTree
+from jaxspec.mesh import ROWS, row_shard_count, shard_map_rows
+from jaxspec.rl.train_batch import gather_from_shards
+from jaxspec.state import PyTree, ScoredRollout
 
 
-def differing(
+def has_mixed_rewards(
     rewards: Float[np.ndarray, " B"], valid: Bool[np.ndarray, " B"], group_size: int
 ) -> Bool[np.ndarray, " n"]:
     """Groups in which two rows that have a reward have different ones: in all others advantages
     against the group are 0."""
     rewards, valid = rewards.reshape(-1, group_size), valid.reshape(-1, group_size)
-    least = np.where(valid, rewards, np.inf).min(axis=1)
-    return least < np.where(valid, rewards, -np.inf).max(axis=1)
+    lowest = np.where(valid, rewards, np.inf).min(axis=1)
+    return lowest < np.where(valid, rewards, -np.inf).max(axis=1)
 
 
-def places(
-    groups: Int[np.ndarray, " m"], first: int, prompts: int, mini_batches: int
+def assign_places(
+    groups: Int[np.ndarray, " m"], filled_count: int, capacity: int, mini_batches: int
 ) -> Int[np.ndarray, " n"]:
-    """Where groups of a rollout go in a batch of `prompts` groups, the first `first` of which it
-    has: the group that comes to each place, or -1.
+    """Where groups of a rollout go in a batch of `capacity` groups, the first `filled_count` of
+    which it has: the group that comes to each place, or -1.
 
     Mini-batches take turns, so that a batch that stays short has some of each.
     """
-    in_turn = np.arange(prompts).reshape(mini_batches, -1).T.reshape(-1)
-    taken = np.full(prompts, -1, np.int32)
-    taken[in_turn[first : first + len(groups)]] = groups
-    return taken
+    interleaved_places = np.arange(capacity).reshape(mini_batches, -1).T.reshape(-1)
+    group_at_place = np.full(capacity, -1, np.int32)
+    group_at_place[interleaved_places[filled_count : filled_count + len(groups)]] = groups
+    return group_at_place
 
 
-def filled(batch: Finished, rollout: Finished, taken: Int[Array, " n"], mesh: Mesh) -> Finished:
-    """A batch with groups of a rollout at the places where `taken` says which; neither has a plan.
+def insert_groups(
+    batch: ScoredRollout, rollout: ScoredRollout, group_at_place: Int[Array, " n"], mesh: Mesh
+) -> ScoredRollout:
+    """A batch with groups of a rollout at the places where `group_at_place` says which; neither has
+    a plan.
 
     Groups go to any shard: which of them read whose rows is planned when the batch is full.
     """
-    shards, rows = row_shards(mesh), P(ROWS)
+    shard_count, rows = row_shard_count(mesh), P(ROWS)
 
-    def on_a_shard(batch: PyTree, rollout: PyTree, taken: Int[Array, " n"]) -> PyTree:
-        count = len(taken)
-        by_group = jax.tree.map(
-            lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), rollout
+    def insert_on_shard(batch: PyTree, rollout: PyTree, group_at_place: Int[Array, " n"]) -> PyTree:
+        place_count = len(group_at_place)
+        grouped_rollout = jax.tree.map(
+            lambda leaf: leaf.reshape(place_count, len(leaf) // place_count, *leaf.shape[1:]),
+            rollout,
         )
-        moved = from_shards(by_group, jnp.maximum(taken, 0), shards)
+        gathered_groups = gather_from_shards(
+            grouped_rollout, jnp.maximum(group_at_place, 0), shard_count
+        )
 
-        def chosen(old: Array, new: Array) -> Array:
-            there = jnp.repeat(taken >= 0, len(old) // count).reshape(-1, *(1,) * (old.ndim - 1))
-            return jnp.where(there, new.reshape(old.shape), old)
+        def select_values(old: Array, new: Array) -> Array:
+            is_filled = jnp.repeat(group_at_place >= 0, len(old) // place_count).reshape(
+                -1, *(1,) * (old.ndim - 1)
+            )
+            return jnp.where(is_filled, new.reshape(old.shape), old)
 
-        return jax.tree.map(chosen, batch, moved)
+        return jax.tree.map(select_values, batch, gathered_groups)
 
-    moved = on_each_shard(mesh, on_a_shard, rows, rows)(
-        batch.replace(learn=None), rollout.replace(learn=None), taken
+    gathered_groups = shard_map_rows(mesh, insert_on_shard, rows, rows)(
+        batch.replace(learn=None), rollout.replace(learn=None), group_at_place
     )
-    return moved.replace(learn=batch.learn)
+    return gathered_groups.replace(learn=batch.learn)

@@ -16,54 +16,32 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec import mesh as meshes
 from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
-from jaxspec.mesh import row_shards
+from jaxspec.mesh import row_shard_count
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.models.lora import ADAPTER_AXES, AdaptedDecoder
 from jaxspec.rl import optimizers
-from jaxspec.rl.draft_objective import Compared, Objective
-from jaxspec.rl.loss_terms import Gap, KlPenalty, no_gap
-from jaxspec.rl.losses import Aggregation, PolicyLoss, by_token
-from jaxspec.rl.micro_batch import Counts, Losses, Sums
-from jaxspec.rl.passes import Passes, tied
+from jaxspec.rl.draft_objective import DraftComparison, DraftObjective
+from jaxspec.rl.loss_terms import KlPenalty, LogprobGap, zero_gap
+from jaxspec.rl.losses import Aggregation, PolicyLoss, token_mean
+from jaxspec.rl.micro_batch import BatchCounts, BatchSums, MicroBatchObjective
+from jaxspec.rl.optimizers import Metrics, MetricSums
+from jaxspec.rl.passes import Passes, order_batch_after
 from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.sampling import Processing
-from jaxspec.state import LearnerState, PyTree, Trained
+from jaxspec.state import LearnerState, NetworkState, PyTree
 
-Metrics = dict[str, Num[Array, ""]]
-GAP = tuple(f"gap/{name}" for name in Gap._fields)
+GAP_METRICS = tuple(f"gap/{name}" for name in LogprobGap._fields)
 """Names of the first update's sums, from which metrics are made."""
 
 
-class Updated(NamedTuple):
+class UpdateState(NamedTuple):
     """Where the updates on a batch have got to."""
 
-    policy: Trained
-    draft: Trained | None
-    turn: Int[Array, ""]
+    policy: NetworkState
+    draft: NetworkState | None
+    updates: Int[Array, ""]
     """A number that is there once all of the last update is."""
-
-
-class Measured(NamedTuple):
-    """Metrics of the updates so far, by name."""
-
-    sums: Metrics
-    """Over the updates that had a number."""
-    counts: Metrics
-    """How many updates had one."""
-
-    def plus(self, found: Metrics) -> "Measured":
-        there = {name: ~jnp.isnan(value) for name, value in found.items()}
-        numbers = {name: jnp.where(there[name], value, 0) for name, value in found.items()}
-        return jax.tree.map(
-            lambda total, one: total + one.astype(total.dtype), self, Measured(numbers, there)
-        )
-
-    def means(self) -> Metrics:
-        return {
-            name: jnp.where(count > 0, self.sums[name] / jnp.maximum(count, 1), jnp.nan)
-            for name, count in self.counts.items()
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +53,16 @@ class Learner:
     shard_above: int
     dtype: str
     """Of products."""
-    tokens: int
+    micro_tokens: int
     """Positions of a micro-batch on each data shard."""
     processing: Processing
     policy_loss: PolicyLoss | None
-    objective: Objective | None
+    draft_objective: DraftObjective | None
     """None: there is no draft to train."""
     taps: tuple[int, ...]
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
-    aggregation: Aggregation = by_token
+    aggregation: Aggregation = token_mean
     """What a label weighs in the policy's loss."""
     epochs: int = 1
     """How often a batch is gone through, a mini-batch an update."""
@@ -96,171 +74,179 @@ class Learner:
     """Whether old logprobs are computed anew from the start."""
     learning_rate: optax.Schedule | None = None
     """Of the policy, by its updates so far; None: it is not reported."""
-    largest_factor: float = math.inf
+    max_probability_factor: float = math.inf
     """Recorded logprobs whose probabilities differ by more than this factor on average are computed
     anew from then on."""
 
     @property
-    def wide(self) -> np.dtype:
+    def accum_dtype(self) -> np.dtype:
         """Type of losses and of what is added up."""
         return np.promote_types(self.dtype, np.float32)
 
     @property
-    def losses(self) -> Losses:
+    def objective(self) -> MicroBatchObjective:
         """What a micro-batch is read for."""
-        ordered = needs_ordering(self.mesh)
-        return Losses(
-            policy=self.policy_loss,
+        needs_order = needs_ordering(self.mesh)
+        return MicroBatchObjective(
+            policy_loss=self.policy_loss,
             aggregation=self.aggregation,
-            draft=self.objective,
+            draft=self.draft_objective,
             processing=self.processing,
             taps=self.taps,
-            wide=self.wide,
-            ordered=ordered,
+            accum_dtype=self.accum_dtype,
+            needs_order=needs_order,
         )
 
-    def for_texts(self, policy_loss: PolicyLoss | None, **changes: Any) -> "Learner":
+    def for_supervised_texts(self, policy_loss: PolicyLoss | None, **changes: Any) -> "Learner":
         """This learner for texts that nobody sampled: one update a batch, on the mean over its
         labels."""
-        plain = {
-            "aggregation": by_token,
+        defaults = {
+            "aggregation": token_mean,
             "epochs": 1,
             "keeps_reference": False,
             "reads_reference": False,
             "recompute": True,
             "learning_rate": None,
         }
-        return dataclasses.replace(self, policy_loss=policy_loss, **(plain | changes))
+        return dataclasses.replace(self, policy_loss=policy_loss, **(defaults | changes))
 
     @property
     def passes(self) -> Passes:
         """Over batches of this learner."""
-        return Passes(self.mesh, self.dtype, self.tokens, self.losses, self.layout)
+        return Passes(self.mesh, self.dtype, self.micro_tokens, self.objective, self.train_layout)
 
-    def layout(self, tree: PyTree) -> PyTree:
+    def train_layout(self, tree: PyTree) -> PyTree:
         """Shardings of networks and optimizer states: split over all axes of the mesh (ZeRO-3), but
         small ones over `tensor` alone."""
-        return meshes.shardings(
+        return meshes.assign_shardings(
             self.mesh, tree, LOGICAL_AXES | ADAPTER_AXES, meshes.TRAIN_RULES, self.shard_above
         )
 
-    def start(
-        self, policy: Decoder | AdaptedDecoder, network: PyTree, online: bool
+    def init_state(
+        self, policy: Decoder | AdaptedDecoder, draft: PyTree, online: bool
     ) -> LearnerState:
         """The state before the first update; `online` says whether the draft learns."""
-        kept = self.keeps_reference and not isinstance(policy, AdaptedDecoder)
+        copies = self.keeps_reference and not isinstance(policy, AdaptedDecoder)
         return LearnerState(
-            policy=optimizers.start(policy, self.policy_optimizer),
-            draft=None if network is None else optimizers.start(network, self.draft_optimizer),
-            online=jnp.asarray(online and network is not None),
+            policy=optimizers.init_state(policy, self.policy_optimizer),
+            draft=None if draft is None else optimizers.init_state(draft, self.draft_optimizer),
+            online=jnp.asarray(online and draft is not None),
             version=jnp.zeros((), jnp.int32),
             recompute=jnp.asarray(self.recompute),
             # a buffer of its own: the policy's is given away
-            reference=jax.tree.map(jnp.copy, cast_floats(policy, self.dtype)) if kept else None,
+            reference=jax.tree.map(jnp.copy, cast_floats(policy, self.dtype)) if copies else None,
         )
 
     def learn(
-        self, state: LearnerState, batch: TrainBatch, wanted: Bool[Array, ""] | bool = True
+        self, state: LearnerState, batch: TrainBatch, enabled: Bool[Array, ""] | bool = True
     ) -> tuple[LearnerState, Metrics]:
         """Updates the policy once for each mini-batch of each epoch, and the draft where it learns,
         both on the weights that the update before left.
 
         A loss or a gradient that is not finite skips the update and counts it; so does a batch
-        without a label to learn, but not a mini-batch of another. Where it is not `wanted` no
+        without a label to learn, but not a mini-batch of another. Where it is not `enabled` no
         micro-batch is read, nothing changes, and metrics are NaN, or 0 for counts: without a
         branch, which would hold the state twice. Metrics are means over the updates; those of the
         gap between recorded and own logprobs are of the whole batch before its first update.
         """
-        wanted = jnp.asarray(wanted)
-        batch, gap = self._placed(batch, wanted), None
+        enabled = jnp.asarray(enabled)
+        batch, gap = self._place_rows(batch, enabled), None
         if self.policy_loss is not None:
-            batch, gap = self._with_logprobs(state, batch)
-        minis = len(batch.plan.used)
-        count = minis * self.epochs
+            batch, gap = self._add_logprobs(state, batch)
+        mini_batches = len(batch.plan.micro_batch_count)
+        update_count = mini_batches * self.epochs
 
         @partial(jax.jit, inline=True)  # traced once, for what it measures and for the loop
-        def update(number: Int[Array, ""], at: Updated) -> tuple[Updated, Metrics]:
-            here = state.replace(policy=at.policy, draft=at.draft)
-            then = tied(batch, at.turn) if self.losses.ordered and count > 1 else batch
-            return self._update(here, then, number % minis, wanted, at.turn)
+        def update(index: Int[Array, ""], progress: UpdateState) -> tuple[UpdateState, Metrics]:
+            current = state.replace(policy=progress.policy, draft=progress.draft)
+            ordered = (
+                order_batch_after(batch, progress.updates)
+                if self.objective.needs_order and update_count > 1
+                else batch
+            )
+            return self._update(current, ordered, index % mini_batches, enabled, progress.updates)
 
-        def go_on(
-            number: Int[Array, ""] | int, before: tuple[Updated, Measured]
-        ) -> tuple[Updated, Measured]:
-            at, found = update(jnp.asarray(number, jnp.int32), before[0])
-            return at, before[1].plus(found)
+        def accumulate_update(
+            index: Int[Array, ""] | int, carry: tuple[UpdateState, MetricSums]
+        ) -> tuple[UpdateState, MetricSums]:
+            progress, metrics = update(jnp.asarray(index, jnp.int32), carry[0])
+            return progress, carry[1].add_update(metrics)
 
-        done = Updated(state.policy, state.draft, jnp.int32(0))
-        _, found = jax.eval_shape(update, jnp.int32(0), done)
-        zeros = {name: jnp.zeros((), leaf.dtype) for name, leaf in found.items()}
-        measured = Measured(zeros, zeros)
+        progress = UpdateState(state.policy, state.draft, jnp.int32(0))
+        _, metrics = jax.eval_shape(update, jnp.int32(0), progress)
+        zeros = {name: jnp.zeros((), leaf.dtype) for name, leaf in metrics.items()}
+        sums = MetricSums(zeros, zeros)
         # in a loop XLA moves nothing to the host and back
-        if count == 1 or isinstance(self.policy_optimizer, optimizers.Offloaded):
-            for number in range(count):
-                done, measured = go_on(number, (done, measured))
+        if update_count == 1 or isinstance(self.policy_optimizer, optimizers.OffloadedOptimizer):
+            for index in range(update_count):
+                progress, sums = accumulate_update(index, (progress, sums))
         else:
-            done, measured = lax.fori_loop(0, count, go_on, (done, measured))
-        metrics = measured.means()
+            progress, sums = lax.fori_loop(0, update_count, accumulate_update, (progress, sums))
+        metrics = sums.to_means()
         if gap is not None:
-            of_first = Gap(*(metrics.pop(name) for name in GAP))
-            metrics |= of_first.plus(gap).metrics
-        metrics |= self._counted(state, batch, done) | self._rate(state)
-        metrics = {name: _where_wanted(wanted, value) for name, value in metrics.items()}
-        version = state.version + wanted.astype(jnp.int32)
+            first_gap = LogprobGap(*(metrics.pop(name) for name in GAP_METRICS))
+            metrics |= first_gap.merge_with(gap).metrics
+        metrics |= self._count_metrics(state, batch, progress) | self._rate_metrics(state)
+        metrics = {name: _mask_metric(enabled, value) for name, value in metrics.items()}
+        version = state.version + enabled.astype(jnp.int32)
         # what goes on with this version comes after all that was added up for these numbers
-        if self.losses.ordered:
+        if self.objective.needs_order:
             version = order_after(version, [signal_ready(value) for value in metrics.values()])
         recompute = state.recompute
         if self.policy_loss is not None:
-            recompute |= metrics["rollout/probability_factor"] > self.largest_factor
+            recompute |= metrics["rollout/probability_factor"] > self.max_probability_factor
         return state.replace(
-            policy=done.policy, draft=done.draft, version=version, recompute=recompute
+            policy=progress.policy, draft=progress.draft, version=version, recompute=recompute
         ), metrics
 
-    def evaluate(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> Sums:
+    def evaluate_policy(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> BatchSums:
         """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and
         `gap` are those of `learn`."""
-        alone = dataclasses.replace(self, objective=None, taps=())
-        return alone.passes.sums(policy, None, self.passes.at_places(batch))[0]
+        policy_learner = dataclasses.replace(self, draft_objective=None, taps=())
+        return policy_learner.passes.compute_sums(policy, None, self.passes.place_rows(batch))[0]
 
-    def compare(
-        self, policy: Decoder, network: PyTree, batch: TrainBatch
-    ) -> tuple[Compared, Float[Array, " A"]]:
+    def compare_draft(
+        self, policy: Decoder, draft: PyTree, batch: TrainBatch
+    ) -> tuple[DraftComparison, Float[Array, " A"]]:
         """What the draft is worth on a batch, by depth: sums over the labels that each depth
         predicts, and how many these are.
 
         Nothing learns.
         """
-        sums, counts = self.passes.sums(policy, network, self.passes.at_places(batch))
-        return sums.draft, counts.by_depth
+        sums, counts = self.passes.compute_sums(policy, draft, self.passes.place_rows(batch))
+        return sums.draft, counts.labels_by_depth
 
     def reference_kl(
-        self, state: LearnerState, batch: TrainBatch, penalty: KlPenalty, wanted: Bool[Array, ""]
+        self, state: LearnerState, batch: TrainBatch, penalty: KlPenalty, enabled: Bool[Array, ""]
     ) -> Float[Array, "B A"]:
         """Sums the divergence of what sampled from the reference policy over each response.
 
-        With `penalty.to_go`, over the rest of the response from each token on; the first of these
-        sums is that of the whole response.
+        With `penalty.reward_to_go`, over the rest of the response from each token on; the first of
+        these sums is that of the whole response.
         """
-        placed = self._placed(batch, wanted)
-        reference, _ = self.passes.logprobs(_reference(state), 0, placed)
-        learnt = placed.chosen & jnp.any(placed.plan.micro >= 0, axis=0)[:, None]
-        sampled = placed.sampled_logprobs.astype(reference.dtype)
-        by_token = penalty.estimated(sampled, reference, learnt)
-        to_go = (
-            lax.cumsum(by_token, axis=1, reverse=True)
-            if penalty.to_go
-            else jnp.sum(by_token, axis=1, keepdims=True)
+        batch = self._place_rows(batch, enabled)
+        reference_logprobs, _ = self.passes.compute_logprobs(_reference_policy(state), 0, batch)
+        loss_mask = batch.loss_mask & jnp.any(batch.plan.micro_batch >= 0, axis=0)[:, None]
+        sampled_logprobs = batch.sampled_logprobs.astype(reference_logprobs.dtype)
+        token_kl = penalty.estimate_kl(sampled_logprobs, reference_logprobs, loss_mask)
+        kl_sums = (
+            lax.cumsum(token_kl, axis=1, reverse=True)
+            if penalty.reward_to_go
+            else jnp.sum(token_kl, axis=1, keepdims=True)
         )
-        return self.passes.in_row_order(to_go, placed)
+        return self.passes.restore_row_order(kl_sums, batch)
 
-    def _placed(self, batch: TrainBatch, wanted: Bool[Array, ""]) -> TrainBatch:
-        """The batch with its rows at their places; where it is not `wanted`, nothing of it is to be
-        read."""
-        used = jnp.where(wanted, batch.plan.used, 0)
-        return self.passes.at_places(batch.replace(plan=batch.plan.replace(used=used)))
+    def _place_rows(self, batch: TrainBatch, enabled: Bool[Array, ""]) -> TrainBatch:
+        """The batch with its rows at their places; where it is not `enabled`, nothing of it is to
+        be read."""
+        micro_batch_count = jnp.where(enabled, batch.plan.micro_batch_count, 0)
+        return self.passes.place_rows(
+            batch.replace(plan=batch.plan.replace(micro_batch_count=micro_batch_count))
+        )
 
-    def _with_logprobs(self, state: LearnerState, batch: TrainBatch) -> tuple[TrainBatch, Gap]:
+    def _add_logprobs(
+        self, state: LearnerState, batch: TrainBatch
+    ) -> tuple[TrainBatch, LogprobGap]:
         """Adds the logprobs that the losses ask for, of the old and of the reference policy.
 
         Also returns the gap of all mini-batches but the first. The first is compared while it is
@@ -269,122 +255,131 @@ class Learner:
         """
         passes = self.passes
         if self.reads_reference:
-            found, batch = passes.logprobs(_reference(state), 0, batch)
-            batch = batch.replace(reference_logprobs=found)
-        recorded, again = batch.sampled_logprobs, state.recompute
-        current = batch.version == state.version
-        batch = batch.replace(current=current)
-        if len(batch.plan.used) * self.epochs == 1:
-            batch = batch.replace(old_logprobs=recorded, on_policy=again | current)
-            return batch, no_gap(self.wide)
-        found, batch = passes.logprobs(state.policy.network, jnp.where(again, 0, 1), batch)
-        gap, batch = passes.gap(found, 1, batch)
-        old = jnp.where(again, found, recorded.astype(found.dtype))
+            reference_logprobs, batch = passes.compute_logprobs(_reference_policy(state), 0, batch)
+            batch = batch.replace(reference_logprobs=reference_logprobs)
+        recorded, recompute = batch.sampled_logprobs, state.recompute
+        is_current = batch.version == state.version
+        batch = batch.replace(is_current=is_current)
+        if len(batch.plan.micro_batch_count) * self.epochs == 1:
+            batch = batch.replace(old_logprobs=recorded, is_on_policy=recompute | is_current)
+            return batch, zero_gap(self.accum_dtype)
+        logprobs, batch = passes.compute_logprobs(
+            state.policy.network, jnp.where(recompute, 0, 1), batch
+        )
+        gap, batch = passes.compare_logprobs(logprobs, 1, batch)
+        old = jnp.where(recompute, logprobs, recorded.astype(logprobs.dtype))
         return batch.replace(old_logprobs=old), gap
 
     def _update(
         self,
         state: LearnerState,
         batch: TrainBatch,
-        mini: Int[Array, ""],
-        wanted: Bool[Array, ""],
-        turn: Int[Array, ""],
-    ) -> tuple[Updated, Metrics]:
+        mini_batch: Int[Array, ""],
+        enabled: Bool[Array, ""],
+        updates: Int[Array, ""],
+    ) -> tuple[UpdateState, Metrics]:
         """One update on a mini-batch, and its metrics, NaN where it has none; nothing changes on
         one of which nothing is read, unless that is all of the batch."""
         policy, draft = state.policy, state.draft
-        used = batch.plan.used
-        wanted &= (used[mini] > 0) | (jnp.sum(used) == 0)
-        network = None if draft is None else draft.network
-        gradients, sums, counts = self.passes.gradients(
-            policy.network, network, state.online, batch, mini
+        micro_batch_count = batch.plan.micro_batch_count
+        enabled &= (micro_batch_count[mini_batch] > 0) | (jnp.sum(micro_batch_count) == 0)
+        draft_network = None if draft is None else draft.network
+        gradients, sums, counts = self.passes.compute_gradients(
+            policy.network, draft_network, state.online, batch, mini_batch
         )
         metrics: dict[str, Float[Array, ""]] = {}
         if self.policy_loss is not None:
-            loss = jnp.where(counts.tokens > 0, sums.policy_loss, jnp.nan)
-            policy, norm = optimizers.update(
-                policy, gradients[0], loss, self.policy_optimizer, wanted
+            loss = jnp.where(counts.labels > 0, sums.policy_loss, jnp.nan)
+            policy, norm = optimizers.apply_update(
+                policy, gradients[0], loss, self.policy_optimizer, enabled
             )
             metrics |= {"loss/policy": loss, "grad_norm/policy": norm}
-            metrics |= self._read(batch, mini, sums, counts)
-            for name, value in zip(GAP, sums.gap, strict=True):
-                metrics[name] = jnp.where(turn == 0, value, jnp.nan)
-        if draft is not None and self.objective is not None:
-            online = state.online & wanted
-            draft, of_draft = self._draft_update(draft, gradients[1], online, sums, counts)
-            metrics |= of_draft
-        turn = turn + 1
-        if self.losses.ordered:
-            turn = order_after(turn, [signal_ready(value) for value in metrics.values()])
-        kept = None if draft is None else self._kept_split(draft)
-        return Updated(self._kept_split(policy), kept, turn), metrics
+            metrics |= self._batch_metrics(batch, mini_batch, sums, counts)
+            for name, value in zip(GAP_METRICS, sums.gap, strict=True):
+                metrics[name] = jnp.where(updates == 0, value, jnp.nan)
+        if draft is not None and self.draft_objective is not None:
+            online = state.online & enabled
+            draft, draft_metrics = self._update_draft(draft, gradients[1], online, sums, counts)
+            metrics |= draft_metrics
+        updates = updates + 1
+        if self.objective.needs_order:
+            updates = order_after(updates, [signal_ready(value) for value in metrics.values()])
+        pinned_draft = None if draft is None else self._pin_layout(draft)
+        return UpdateState(self._pin_layout(policy), pinned_draft, updates), metrics
 
-    def _read(
-        self, batch: TrainBatch, mini: Int[Array, ""], sums: Sums, counts: Counts
+    def _batch_metrics(
+        self, batch: TrainBatch, index: Int[Array, ""], sums: BatchSums, counts: BatchCounts
     ) -> dict[str, Float[Array, ""]]:
         """Metrics of what was read, and how."""
-        positions = row_shards(self.mesh) * self.tokens * batch.plan.used[mini]
+        size = row_shard_count(self.mesh) * self.micro_tokens * batch.plan.micro_batch_count[index]
         means = {
-            "entropy": sums.entropy / counts.tokens,
-            "learner/packing": counts.read / positions.astype(counts.read.dtype),
-            **{name: value / counts.tokens for name, value in sums.measured.items()},
+            "entropy": sums.entropy / counts.labels,
+            "learner/packing": counts.positions / size.astype(counts.positions.dtype),
+            **{name: value / counts.labels for name, value in sums.loss_metrics.items()},
             **sums.extremes,
         }
-        if sums.experts is not None:
-            means |= sums.experts.to_metrics(counts.tokens)
-        return {name: jnp.where(counts.tokens > 0, value, jnp.nan) for name, value in means.items()}
+        if sums.traffic is not None:
+            means |= sums.traffic.to_metrics(counts.labels)
+        return {name: jnp.where(counts.labels > 0, value, jnp.nan) for name, value in means.items()}
 
-    def _counted(self, state: LearnerState, batch: TrainBatch, done: Updated) -> Metrics:
+    def _count_metrics(self, state: LearnerState, batch: TrainBatch, final: UpdateState) -> Metrics:
         """Metrics that are counts."""
-        counted: Metrics = {}
-        for name, trained in (("policy", done.policy), ("draft", done.draft)):
-            learns = self.policy_loss if name == "policy" else self.objective
-            if trained is not None and learns is not None:
-                counted[f"skipped/{name}"] = trained.skipped
-                counted[f"skipped_in_row/{name}"] = trained.skipped_in_row
+        metrics: Metrics = {}
+        for name, network in (("policy", final.policy), ("draft", final.draft)):
+            objective = self.policy_loss if name == "policy" else self.draft_objective
+            if network is not None and objective is not None:
+                metrics[f"skipped/{name}"] = network.skipped
+                metrics[f"skipped_in_row/{name}"] = network.skipped_in_row
         if self.policy_loss is not None:
-            batch = tied(batch, done.turn) if self.losses.ordered else batch
-            read = read_lengths(batch.chosen) > 0
-            lag = jnp.where(read, state.version - batch.version, 0)
-            counted["learner/lag"] = jnp.max(lag)
-            counted["learner/micro_batches"] = self.epochs * jnp.sum(batch.plan.used)
-            counted["learner/recompute"] = state.recompute.astype(jnp.int32)
-        return counted
+            batch = order_batch_after(batch, final.updates) if self.objective.needs_order else batch
+            is_read = read_lengths(batch.loss_mask) > 0
+            lag = jnp.where(is_read, state.version - batch.version, 0)
+            metrics["learner/lag"] = jnp.max(lag)
+            metrics["learner/micro_batches"] = self.epochs * jnp.sum(batch.plan.micro_batch_count)
+            metrics["learner/recompute"] = state.recompute.astype(jnp.int32)
+        return metrics
 
-    def _rate(self, state: LearnerState) -> Metrics:
+    def _rate_metrics(self, state: LearnerState) -> Metrics:
         """The learning rate of the batch's first update."""
         if self.policy_loss is None or self.learning_rate is None:
             return {}
         updates = optimizers.update_count(state.policy.optimizer)
-        return {"optimizer/learning_rate": jnp.asarray(self.learning_rate(updates), self.wide)}
+        return {
+            "optimizer/learning_rate": jnp.asarray(self.learning_rate(updates), self.accum_dtype)
+        }
 
-    def _draft_update(
-        self, draft: Trained, gradients: PyTree, online: Bool[Array, ""], sums: Sums, counts: Counts
-    ) -> tuple[Trained, dict[str, Float[Array, ""]]]:
+    def _update_draft(
+        self,
+        draft: NetworkState,
+        gradients: PyTree,
+        online: Bool[Array, ""],
+        sums: BatchSums,
+        counts: BatchCounts,
+    ) -> tuple[NetworkState, dict[str, Float[Array, ""]]]:
         """The draft after its update where it is `online`; where it is frozen, as it was, with NaN
         for metrics."""
-        loss = self.losses.of_draft(sums.draft.loss, counts)
-        loss = jnp.where(counts.tokens > 0, loss, jnp.nan)
-        draft, norm = optimizers.update(draft, gradients, loss, self.draft_optimizer, online)
-        measured = {"loss/draft": loss, "grad_norm/draft": norm}
-        acceptance = sums.draft.acceptance / jnp.maximum(counts.by_depth, 1)
+        loss = self.objective.draft_loss(sums.draft.loss, counts)
+        loss = jnp.where(counts.labels > 0, loss, jnp.nan)
+        draft, norm = optimizers.apply_update(draft, gradients, loss, self.draft_optimizer, online)
+        metrics = {"loss/draft": loss, "grad_norm/draft": norm}
+        acceptance = sums.draft.acceptance / jnp.maximum(counts.labels_by_depth, 1)
         for depth, value in enumerate(acceptance, start=1):
-            measured[f"draft/expected_acceptance_{depth}"] = value
-        return draft, {name: jnp.where(online, value, jnp.nan) for name, value in measured.items()}
+            metrics[f"draft/expected_acceptance_{depth}"] = value
+        return draft, {name: jnp.where(online, value, jnp.nan) for name, value in metrics.items()}
 
-    def _kept_split(self, trained: Trained) -> Trained:
+    def _pin_layout(self, state: NetworkState) -> NetworkState:
         """Weights pinned to the train layout: old and new ones are chosen between where they are,
         before they go anywhere else."""
-        layout = self.layout(trained.network)
-        return trained.replace(network=lax.with_sharding_constraint(trained.network, layout))
+        layout = self.train_layout(state.network)
+        return state.replace(network=lax.with_sharding_constraint(state.network, layout))
 
 
-def _reference(state: LearnerState) -> Decoder:
+def _reference_policy(state: LearnerState) -> Decoder:
     """The policy that is not to be left too far: kept aside, or without its adapters."""
     return state.policy.network.base if state.reference is None else state.reference
 
 
-def _where_wanted(wanted: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:
+def _mask_metric(enabled: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:
     """A metric; NaN, or 0 for a count, where it is not of an update."""
-    nothing = jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0
-    return jnp.where(wanted, value, jnp.asarray(nothing, value.dtype))
+    empty_value = jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0
+    return jnp.where(enabled, value, jnp.asarray(empty_value, value.dtype))

@@ -16,7 +16,7 @@ def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
 def label_logprobs(
     logits: Float[Array, "B T V"],
     labels: Int[Array, "B T"],
-    produced: Int[Array, "B T"],
+    response_positions: Int[Array, "B T"],
     processing: Processing,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each label under the sampling distribution, and the entropy of that.
@@ -24,16 +24,18 @@ def label_logprobs(
     `produced` counts the tokens of the response before each label. A label that rounding puts just
     outside top-k or top-p here, though it was sampled, counts as inside.
     """
-    logprobs = compute_logprobs(logits, processing, produced, sampled_ids=labels)
-    return _at_labels(logprobs, labels), entropy(logprobs)
+    logprobs = compute_logprobs(logits, processing, response_positions, sampled_ids=labels)
+    return _take_label_logprobs(logprobs, labels), entropy(logprobs)
 
 
 @jax.custom_vjp
-def _at_labels(logprobs: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def _take_label_logprobs(
+    logprobs: Float[Array, "B T V"], labels: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
     return jnp.take_along_axis(logprobs, labels[:, :, None], axis=2)[:, :, 0]
 
 
-def _to_labels(
+def _label_gradient(
     labels_and_vocab: tuple[Int[Array, "B T"], Int[Array, " V"]], gradient: Float[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], None]:
     """The gradient by comparison, which joins the kernels around; a scatter would write zeros for
@@ -43,10 +45,10 @@ def _to_labels(
     return jnp.where(ids == labels[:, :, None], gradient[:, :, None], zero), None
 
 
-_at_labels.defvjp(
+_take_label_logprobs.defvjp(
     lambda logprobs, labels: (
-        _at_labels(logprobs, labels),
+        _take_label_logprobs(logprobs, labels),
         (labels, jnp.arange(logprobs.shape[-1], dtype=labels.dtype)),
     ),
-    _to_labels,
+    _label_gradient,
 )

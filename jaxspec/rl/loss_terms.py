@@ -32,9 +32,9 @@ class LossInputs(NamedTuple):
     entropy: PerLabel
     """Of the policy's distribution, with gradient."""
     advantages: PerLabel
-    chosen: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
     """The labels to learn from; the loss of others is not looked at."""
-    first: Int[Array, "B T"]
+    text_start: Int[Array, "B T"]
     """Where in its sequence the text of each label starts."""
 
 
@@ -42,15 +42,15 @@ class Loss(NamedTuple):
     """A loss, and what is measured beside it, label by label."""
 
     by_label: PerLabel
-    measured: dict[str, PerLabel] = {}  # noqa: RUF012 - never changed
+    metrics: dict[str, PerLabel] = {}  # noqa: RUF012 - never changed
 
 
-def inside(inputs: LossInputs, values: PerLabel) -> PerLabel:
+def mask_labels(inputs: LossInputs, values: PerLabel) -> PerLabel:
     """0 in place of what is not learnt, whatever stands there."""
-    return jnp.where(inputs.chosen, values, 0)
+    return jnp.where(inputs.loss_mask, values, 0)
 
 
-def over_text(values: PerLabel, inputs: LossInputs) -> PerLabel:
+def text_means(values: PerLabel, inputs: LossInputs) -> PerLabel:
     """Means over the labels to learn of each text, at all its positions."""
     return text_sums(values, inputs) / jnp.maximum(text_sums(jnp.ones_like(values), inputs), 1)
 
@@ -58,13 +58,13 @@ def over_text(values: PerLabel, inputs: LossInputs) -> PerLabel:
 def text_sums(values: PerLabel, inputs: LossInputs) -> PerLabel:
     """Sums over the labels to learn of each text, at all its positions."""
     rows = jnp.arange(len(values), dtype=jnp.int32)[:, None]
-    sums = jnp.zeros_like(values).at[rows, inputs.first].add(inside(inputs, values))
-    return jnp.take_along_axis(sums, inputs.first, axis=1)
+    sums = jnp.zeros_like(values).at[rows, inputs.text_start].add(mask_labels(inputs, values))
+    return jnp.take_along_axis(sums, inputs.text_start, axis=1)
 
 
 # ---- ratios of probabilities
 
-LARGEST_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Bound on every log ratio, on both sides.
 
 Float32 overflows beyond exp(88), and infinity times an advantage of 0 is NaN. A log ratio beyond
@@ -72,14 +72,14 @@ the bound has slope 0.
 """
 
 
-def bounded(log_ratio: PerLabel) -> PerLabel:
-    """Clamps log ratios at `LARGEST_LOG_RATIO`."""
-    return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+def clamp_log_ratio(log_ratio: PerLabel) -> PerLabel:
+    """Clamps log ratios at `MAX_LOG_RATIO`."""
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ratio_of(log_ratio: PerLabel) -> PerLabel:
     """Ratios of probabilities, always finite unless the log ratio is NaN."""
-    return jnp.exp(bounded(log_ratio))
+    return jnp.exp(clamp_log_ratio(log_ratio))
 
 
 # ---- importance weights
@@ -91,8 +91,8 @@ Correction = Callable[[LossInputs], Loss]
 class ImportanceWeights(NamedTuple):
     """Importance weights of old policy over sampler: of each token, or one for a whole response."""
 
-    least: float = 0.0
-    most: float = float("inf")
+    min_weight: float = 0.0
+    max_weight: float = float("inf")
     truncate: bool = True
     """Whether a weight above `most` is `most`; else what is outside is 0."""
     by_sequence: bool = False
@@ -104,38 +104,42 @@ class ImportanceWeights(NamedTuple):
         Source: tis, Yao et al., "Your efficient RL framework secretly brings you off-policy RL
         training" (2025); icepop, arXiv 2510.18855.
         """
-        log_weights = inside(inputs, inputs.old_logprobs - inputs.sampled_logprobs)
+        log_weights = mask_labels(inputs, inputs.old_logprobs - inputs.sampled_logprobs)
         if self.by_sequence:
             log_weights = text_sums(log_weights, inputs)
-        weights = _weights(log_weights)
-        outside = (weights < self.least) | (weights > self.most)
-        kept = jnp.minimum(weights, self.most) if self.truncate else jnp.where(outside, 0, weights)
-        return _weighted(kept, outside)
+        weights = _finite_weights(log_weights)
+        is_outside = (weights < self.min_weight) | (weights > self.max_weight)
+        bounded_weights = (
+            jnp.minimum(weights, self.max_weight)
+            if self.truncate
+            else jnp.where(is_outside, 0, weights)
+        )
+        return _detach_weights(bounded_weights, is_outside)
 
 
 class SequenceMask(NamedTuple):
     """Importance weights of tokens, and 0 for all of a response whose geometric mean is outside."""
 
-    least: float
-    most: float
+    min_mean: float
+    max_mean: float
 
     def __call__(self, inputs: LossInputs) -> Loss:
         """Weights of tokens or 0."""
-        log_weights = inside(inputs, inputs.old_logprobs - inputs.sampled_logprobs)
-        mean = _weights(over_text(log_weights, inputs))
-        outside = (mean < self.least) | (mean > self.most)
-        return _weighted(jnp.where(outside, 0, _weights(log_weights)), outside)
+        log_weights = mask_labels(inputs, inputs.old_logprobs - inputs.sampled_logprobs)
+        mean_weight = _finite_weights(text_means(log_weights, inputs))
+        is_outside = (mean_weight < self.min_mean) | (mean_weight > self.max_mean)
+        return _detach_weights(jnp.where(is_outside, 0, _finite_weights(log_weights)), is_outside)
 
 
-def _weights(log_weights: PerLabel) -> PerLabel:
+def _finite_weights(log_weights: PerLabel) -> PerLabel:
     """Weights of log weights; 0 for log weights that are not finite."""
     return jnp.where(jnp.isfinite(log_weights), ratio_of(log_weights), 0)
 
 
-def _weighted(weights: PerLabel, outside: Bool[Array, "B T"]) -> Loss:
+def _detach_weights(weights: PerLabel, is_outside: Bool[Array, "B T"]) -> Loss:
     weights = lax.stop_gradient(weights)
-    measured = {"importance/mean": weights, "importance/outside": outside.astype(weights.dtype)}
-    return Loss(weights, measured)
+    metrics = {"importance/mean": weights, "importance/outside": is_outside.astype(weights.dtype)}
+    return Loss(weights, metrics)
 
 
 # ---- KL divergence from a reference policy, estimated by the labels
@@ -175,76 +179,80 @@ class KlPenalty(NamedTuple):
     estimator: Estimator
     importance: bool = False
     """Whether a label in the loss is weighted by policy over sampler."""
-    to_go: bool = False
+    reward_to_go: bool = False
     """Whether, in the reward, a token answers for the divergence from there on alone."""
 
-    def by_label(self, inputs: LossInputs) -> PerLabel:
+    def estimate_at_labels(self, inputs: LossInputs) -> PerLabel:
         """Estimates the divergence at each label."""
-        estimate = self.estimated(inputs.policy_logprobs, inputs.reference_logprobs, inputs.chosen)
+        estimate = self.estimate_kl(
+            inputs.policy_logprobs, inputs.reference_logprobs, inputs.loss_mask
+        )
         if self.importance:
-            log_ratio = inside(inputs, inputs.policy_logprobs - inputs.sampled_logprobs)
-            estimate = estimate * lax.stop_gradient(_weights(log_ratio))
+            log_ratio = mask_labels(inputs, inputs.policy_logprobs - inputs.sampled_logprobs)
+            estimate = estimate * lax.stop_gradient(_finite_weights(log_ratio))
         return estimate
 
-    def estimated(
-        self, logprobs: PerLabel, reference: PerLabel, chosen: Bool[Array, "B T"]
+    def estimate_kl(
+        self, logprobs: PerLabel, reference: PerLabel, loss_mask: Bool[Array, "B T"]
     ) -> PerLabel:
         """Estimates the divergence at chosen labels from bounded log ratios; 0 at others."""
-        return self.estimator(bounded(jnp.where(chosen, reference - logprobs, 0)))
+        return self.estimator(clamp_log_ratio(jnp.where(loss_mask, reference - logprobs, 0)))
 
 
 # ---- the gap between recorded and own logprobs
 
 
-class Gap(NamedTuple):
+class LogprobGap(NamedTuple):
     """How far the logprobs of the policy that is read are from those that the rollout recorded:
     sums over the labels to learn."""
 
     absolute: Float[Array, ""]
     """Of |policy - sampled|."""
-    factor: Float[Array, ""]
+    probability_factor: Float[Array, ""]
     """Of exp |policy - sampled|: by how much a probability differs (NeMo RL's
     token_mult_prob_error)."""
     kl: Float[Array, ""]
     """Of exp(x) - 1 - x for x = policy - sampled: the divergence of what sampled from the
     policy."""
-    largest: Float[Array, ""]
+    max_absolute: Float[Array, ""]
     """The largest |policy - sampled|."""
-    labels: Float[Array, ""]
+    label_count: Float[Array, ""]
     """How many."""
 
     @classmethod
-    def of(cls, policy: PyTree, sampled: PyTree, chosen: PyTree) -> "Gap":
+    def from_logprobs(cls, policy: PyTree, sampled: PyTree, loss_mask: PyTree) -> "LogprobGap":
         """The sums of a pack."""
-        log_ratio = jnp.where(chosen, policy - sampled, 0)
-        size = jnp.abs(log_ratio)
-        factor = jnp.where(chosen, jnp.exp(size), 0)
+        log_ratio = jnp.where(loss_mask, policy - sampled, 0)
+        absolute = jnp.abs(log_ratio)
+        factor = jnp.where(loss_mask, jnp.exp(absolute), 0)
         return cls(
-            absolute=jnp.sum(size),
-            factor=jnp.sum(factor),
+            absolute=jnp.sum(absolute),
+            probability_factor=jnp.sum(factor),
             kl=jnp.sum(k3(log_ratio)),
-            largest=jnp.max(size, initial=0),
-            labels=jnp.sum(chosen, dtype=size.dtype),
+            max_absolute=jnp.max(absolute, initial=0),
+            label_count=jnp.sum(loss_mask, dtype=absolute.dtype),
         )
 
-    def plus(self, other: "Gap") -> "Gap":
+    def merge_with(self, other: "LogprobGap") -> "LogprobGap":
         """Both together."""
-        largest = jnp.maximum(self.largest, other.largest)
-        return jax.tree.map(jnp.add, self, other)._replace(largest=largest)
+        max_absolute = jnp.maximum(self.max_absolute, other.max_absolute)
+        return jax.tree.map(jnp.add, self, other)._replace(max_absolute=max_absolute)
 
     @property
     def metrics(self) -> dict[str, Float[Array, ""]]:
         """Means over the labels, and the largest; NaN if there is none."""
-        least = jnp.maximum(self.labels, 1)
+        divisor = jnp.maximum(self.label_count, 1)
         means = {
-            "rollout/logprob_gap_mean": self.absolute / least,
-            "rollout/logprob_gap_max": self.largest,
-            "rollout/probability_factor": self.factor / least,
-            "rollout/kl": self.kl / least,
+            "rollout/logprob_gap_mean": self.absolute / divisor,
+            "rollout/logprob_gap_max": self.max_absolute,
+            "rollout/probability_factor": self.probability_factor / divisor,
+            "rollout/kl": self.kl / divisor,
         }
-        return {name: jnp.where(self.labels > 0, value, jnp.nan) for name, value in means.items()}
+        return {
+            name: jnp.where(self.label_count > 0, value, jnp.nan) for name, value in means.items()
+        }
 
 
-def no_gap(dtype: np.dtype) -> Gap:
+def zero_gap(dtype: np.dtype) -> LogprobGap:
     """The sums of no label."""
-    return Gap(*[jnp.zeros((), dtype)] * len(Gap._fields))
+    return LogprobGap(*[jnp.zeros((), dtype)] * len(LogprobGap._fields))

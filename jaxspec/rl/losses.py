@@ -16,15 +16,15 @@ from jaxspec.rl.loss_terms import (
     Loss,
     LossInputs,
     PerLabel,
-    inside,
-    over_text,
+    mask_labels,
     ratio_of,
+    text_means,
 )
 
 PolicyLoss = Callable[[LossInputs], Loss]
 
 
-def policy_gradient(
+def policy_gradient_loss(
     inputs: LossInputs,
     surrogate: "Surrogate",
     correction: Correction | None = None,
@@ -32,16 +32,16 @@ def policy_gradient(
     entropy_weight: float = 0.0,
 ) -> Loss:
     """correction * surrogate + beta * KL - entropy_weight * entropy, and the measures of each."""
-    loss, measured = surrogate(inputs)
+    loss, metrics = surrogate(inputs)
     if correction is not None:
-        weights, of_weights = correction(inputs)
-        loss, measured = loss * weights, measured | of_weights
+        weights, weight_metrics = correction(inputs)
+        loss, metrics = loss * weights, metrics | weight_metrics
     if kl is not None:
-        penalty = kl.by_label(inputs)
-        loss, measured = loss + kl.beta * penalty, measured | {"kl": lax.stop_gradient(penalty)}
+        penalty = kl.estimate_at_labels(inputs)
+        loss, metrics = loss + kl.beta * penalty, metrics | {"kl": lax.stop_gradient(penalty)}
     if entropy_weight:
         loss = loss - entropy_weight * inputs.entropy
-    return Loss(loss, measured)
+    return Loss(loss, metrics)
 
 
 def negative_log_likelihood(inputs: LossInputs) -> Loss:
@@ -54,7 +54,7 @@ def negative_log_likelihood(inputs: LossInputs) -> Loss:
 Surrogate = Callable[[LossInputs], Loss]
 
 
-def clipped_ratio(
+def ppo_surrogate(
     inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 0.0
 ) -> Loss:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), the ratio being that of policy
@@ -66,65 +66,65 @@ def clipped_ratio(
     Source: arXiv 2402.03300, equation 3 without the KL term; asymmetric clip as in DAPO, arXiv
     2503.14476; dual clip, arXiv 1912.09729, equation 5.
     """
-    ratio = ratio_of(_log_ratio(inputs))
-    return _clipped(inputs, ratio, clip_low, clip_high, dual_clip)
+    ratio = ratio_of(_old_log_ratio(inputs))
+    return _clip_ratio_loss(inputs, ratio, clip_low, clip_high, dual_clip)
 
 
-def sequence_ratio(
+def gspo_surrogate(
     inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float = 0.0
 ) -> Loss:
     """The same with one ratio for a whole response: the geometric mean of those of its tokens.
 
     Source: GSPO, arXiv 2507.18071, equations 5 to 7.
     """
-    ratio = ratio_of(over_text(_log_ratio(inputs), inputs))
-    return _clipped(inputs, ratio, clip_low, clip_high, dual_clip)
+    ratio = ratio_of(text_means(_old_log_ratio(inputs), inputs))
+    return _clip_ratio_loss(inputs, ratio, clip_low, clip_high, dual_clip)
 
 
-def _clipped(
+def _clip_ratio_loss(
     inputs: LossInputs, ratio: PerLabel, clip_low: float, clip_high: float, dual_clip: float
 ) -> Loss:
     advantages = inputs.advantages
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    loss = -jnp.minimum(ratio * advantages, clipped * advantages)
-    low = (advantages < 0) & (ratio < 1 - clip_low)
-    high = (advantages > 0) & (ratio > 1 + clip_high)
+    clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    is_clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
+    is_clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
     if dual_clip:
-        high |= (advantages < 0) & (ratio > dual_clip)
+        is_clipped_high |= (advantages < 0) & (ratio > dual_clip)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
-    return Loss(loss, _of_ratio(ratio, low, high))
+    return Loss(loss, _ratio_metrics(ratio, is_clipped_low, is_clipped_high))
 
 
-def clipped_weight(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> Loss:
+def cispo_surrogate(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> Loss:
     """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob: a ratio that is
     clipped still has a gradient.
 
     Source: CISPO (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
     """
-    ratio = lax.stop_gradient(ratio_of(_log_ratio(inputs)))
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    loss = -clipped * inputs.advantages * inside(inputs, inputs.policy_logprobs)
-    return Loss(loss, _of_ratio(ratio, ratio < 1 - clip_low, ratio > 1 + clip_high))
+    ratio = lax.stop_gradient(ratio_of(_old_log_ratio(inputs)))
+    clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = -clipped_ratio * inputs.advantages * mask_labels(inputs, inputs.policy_logprobs)
+    return Loss(loss, _ratio_metrics(ratio, ratio < 1 - clip_low, ratio > 1 + clip_high))
 
 
-def plain_reinforce(inputs: LossInputs) -> Loss:
+def reinforce_surrogate(inputs: LossInputs) -> Loss:
     """-A * logprob: no ratio, and so nothing that keeps the policy near the old one."""
-    return Loss(-inputs.advantages * inside(inputs, inputs.policy_logprobs))
+    return Loss(-inputs.advantages * mask_labels(inputs, inputs.policy_logprobs))
 
 
-def _log_ratio(inputs: LossInputs) -> PerLabel:
-    return inside(inputs, inputs.policy_logprobs - inputs.old_logprobs)
+def _old_log_ratio(inputs: LossInputs) -> PerLabel:
+    return mask_labels(inputs, inputs.policy_logprobs - inputs.old_logprobs)
 
 
-def _of_ratio(
-    ratio: PerLabel, low: Bool[Array, "B T"], high: Bool[Array, "B T"]
+def _ratio_metrics(
+    ratio: PerLabel, is_clipped_low: Bool[Array, "B T"], is_clipped_high: Bool[Array, "B T"]
 ) -> dict[str, PerLabel]:
     """Ratios, and the labels that are clipped on either side."""
     ratio = lax.stop_gradient(ratio)
     return {
         "ratio/mean": ratio,
-        "ratio/clipped_low": low.astype(ratio.dtype),
-        "ratio/clipped_high": high.astype(ratio.dtype),
+        "ratio/clipped_low": is_clipped_low.astype(ratio.dtype),
+        "ratio/clipped_high": is_clipped_high.astype(ratio.dtype),
     }
 
 
@@ -135,36 +135,39 @@ Aggregation = Callable[[Float[Array, "B T"], Float[Array, ""], Float[Array, ""]]
 some) -> its weight in the loss of the batch."""
 
 
-def by_token(
-    labels: Float[Array, "B T"], tokens: Float[Array, ""], texts: Float[Array, ""]
+def token_mean(
+    label_counts: Float[Array, "B T"], token_count: Float[Array, ""], text_count: Float[Array, ""]
 ) -> PerLabel:
     """The mean over all labels (DAPO, arXiv 2503.14476): long responses count more."""
-    del texts
-    return jnp.ones_like(labels) / tokens
+    del text_count
+    return jnp.ones_like(label_counts) / token_count
 
 
-def by_sequence(
-    labels: Float[Array, "B T"], tokens: Float[Array, ""], texts: Float[Array, ""]
+def sequence_mean(
+    label_counts: Float[Array, "B T"], token_count: Float[Array, ""], text_count: Float[Array, ""]
 ) -> PerLabel:
     """The mean over responses of their means (GRPO, arXiv 2402.03300): a token of a long response
     counts less."""
-    del tokens
-    return 1 / (jnp.maximum(labels, 1) * texts)
+    del token_count
+    return 1 / (jnp.maximum(label_counts, 1) * text_count)
 
 
-class ByConstant(NamedTuple):
+class ConstantDivisor(NamedTuple):
     """Sums of responses over the longest response there may be and all rows that were asked.
 
     So no token's weight depends on what else was sampled, or failed (Dr. GRPO, arXiv 2503.20783).
     """
 
-    longest: int
-    rows: int
+    max_length: int
+    row_count: int
     """Rows of a mini-batch, whether or not they are learned from."""
 
     def __call__(
-        self, labels: Float[Array, "B T"], tokens: Float[Array, ""], texts: Float[Array, ""]
+        self,
+        label_counts: Float[Array, "B T"],
+        token_count: Float[Array, ""],
+        text_count: Float[Array, ""],
     ) -> PerLabel:
         """1 / (longest * rows)."""
-        del tokens, texts
-        return jnp.ones_like(labels) / (self.longest * self.rows)
+        del token_count, text_count
+        return jnp.ones_like(label_counts) / (self.max_length * self.row_count)

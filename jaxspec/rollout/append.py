@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.pieces import Pieces
-from jaxspec.mesh import of_any_expert
+from jaxspec.mesh import max_over_experts
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import Caches, DecodeState, slot_count, taken
@@ -93,7 +93,11 @@ def read_texts(
         pieces = take_pieces(texts, ends, turn, size)
         # no page where there is no text, so that nothing is written
         table = jnp.take(
-            texts.table, pieces.text, axis=0, mode="fill", fill_value=caches.target.page_count
+            texts.table,
+            pieces.text_indices,
+            axis=0,
+            mode="fill",
+            fill_value=caches.target.page_count,
         )
         caches = caches.with_table(table)
         taps = draft.taps if draft else ()
@@ -101,12 +105,12 @@ def read_texts(
         assert forward.cache is not None, "a cache that goes in comes back"
         draft_cache: KVCache | None = caches.draft
         if draft is not None:
-            draft_state, draft_cache = draft.read(
+            draft_state, draft_cache = draft.prefill(
                 drafter.network, target, draft_state, draft_cache, pieces, features(forward)
             )
         return Caches(target=forward.cache, draft=draft_cache).without_table(), draft_state
 
-    turns = of_any_expert((ends[-1] + size.pieces - 1) // size.pieces)
+    turns = max_over_experts((ends[-1] + size.pieces - 1) // size.pieces)
     return lax.fori_loop(0, turns, read, (caches.without_table(), draft_state))
 
 
@@ -129,4 +133,6 @@ def take_pieces(
     positions = start[:, None] + jnp.arange(size.positions, dtype=jnp.int32)
     row = jnp.minimum(of_text(texts.row), len(texts.tokens) - 1)[:, None]
     tokens = texts.tokens[row, jnp.minimum(positions, texts.tokens.shape[1] - 1)]
-    return Pieces(tokens=tokens, positions=positions, text=text, length=jnp.where(there, length, 0))
+    return Pieces(
+        tokens=tokens, positions=positions, text_indices=text, lengths=jnp.where(there, length, 0)
+    )

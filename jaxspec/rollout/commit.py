@@ -84,7 +84,7 @@ def commit_block(
         tokens=rollout.tokens.at[row, places].set(block, mode="drop"),
         logprobs=rollout.logprobs.at[row, places].set(compared.logprobs(block), mode="drop"),
         origin=rollout.origin.at[row, places].set(
-            _origins(offsets, verdict.accepted, proposal.offered), mode="drop"
+            _origins(offsets, verdict.accepted, proposal.lengths), mode="drop"
         ),
         lengths=added(rollout.lengths, rows, count),
         status=added(rollout.status, rows, jnp.where(running, status - RUNNING, 0)),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from jaxspec.mesh import of_any_expert
+from jaxspec.mesh import max_over_experts
 from jaxspec.models.cache import KVCache, no_table
 from jaxspec.rollout.pages import Pages
 from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, pytree
@@ -157,7 +157,7 @@ def active(state: DecodeState) -> Bool[Array, " B"]:
 
 def anything_unread(state: DecodeState) -> Bool[Array, ""]:
     """Whether a row cannot take part in a round before its text is read."""
-    return of_any_expert(jnp.any(state.unread > 0))
+    return max_over_experts(jnp.any(state.unread > 0))
 
 
 def waiting(state: DecodeState) -> Bool[Array, ""]:

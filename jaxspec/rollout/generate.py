@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Key
 
 from jaxspec.drafts.base import Draft
-from jaxspec.mesh import ROWS, on_each_shard, row_shards
+from jaxspec.mesh import ROWS, row_shard_count, shard_map_rows
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import shard_specs
 from jaxspec.rollout.decode_state import (
@@ -111,7 +111,7 @@ def generate(
         return collect(advance(target, drafter, draft, state, no_limit, settings, prefilled=False))
 
     inputs, numbers = _begin_inputs(mesh, (target, drafter), prompts)
-    return on_each_shard(mesh, shard, inputs, P(ROWS))(target, drafter, prompts, numbers, key)
+    return shard_map_rows(mesh, shard, inputs, P(ROWS))(target, drafter, prompts, numbers, key)
 
 
 def begin_sharded(
@@ -135,7 +135,7 @@ def begin_sharded(
         return begin(target, drafter, draft, prompts, numbers[0], key, settings)
 
     inputs, numbers = _begin_inputs(mesh, (target, drafter), prompts)
-    shards = row_shards(mesh)
+    shards = row_shard_count(mesh)
 
     def of_a_shard(leaf: Array) -> Any:
         return (
@@ -148,7 +148,7 @@ def begin_sharded(
     state = jax.eval_shape(
         shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key
     )
-    return on_each_shard(mesh, shard, inputs, _state_specs(state))(
+    return shard_map_rows(mesh, shard, inputs, _state_specs(state))(
         target, drafter, prompts, numbers, key
     )
 
@@ -170,7 +170,7 @@ def advance_sharded(
         return advance(target, drafter, draft, state, max_rounds, settings)
 
     specs, networks = _state_specs(state), shard_specs(mesh, (target, drafter))
-    return on_each_shard(mesh, shard, (*networks, specs, P()), specs)(
+    return shard_map_rows(mesh, shard, (*networks, specs, P()), specs)(
         target, drafter, state, max_rounds
     )
 

@@ -15,7 +15,14 @@ from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.base import Draft
 from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.kernels.order import needs_ordering, order_after, signal_all_ready, signal_ready
-from jaxspec.mesh import DATA, ROLLOUT_RULES, TENSOR, accelerated, row_shards, shardings
+from jaxspec.mesh import (
+    DATA,
+    ROLLOUT_RULES,
+    TENSOR,
+    assign_shardings,
+    has_accelerators,
+    row_shard_count,
+)
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
@@ -40,8 +47,8 @@ from jaxspec.state import (
     GeneratorState,
     Prompts,
     PyTree,
-    Ready,
     Rollout,
+    RolloutWeights,
     Statistics,
 )
 
@@ -100,11 +107,11 @@ class Generator:
             raise ValueError(f"groups of {group_size} rows: say how many prompts there are, too")
         if prompts:
             group = group_size or changed.group_size
-            slots = min(self.slots, prompts * group // row_shards(self.mesh))
+            slots = min(self.slots, prompts * group // row_shard_count(self.mesh))
             tail = (
                 tuple(
                     slots // part
-                    for part in (TAIL_ON_CARDS if accelerated(self.mesh) else TAILS)
+                    for part in (TAIL_ON_CARDS if has_accelerators(self.mesh) else TAILS)
                     if slots // part >= SMALLEST_TAIL
                 )
                 if self.tail
@@ -134,7 +141,7 @@ class Generator:
     @property
     def draft_length(self) -> int:
         """Tokens drafted a round (K); 0: plain decoding."""
-        return self.draft.length if self.draft else 0
+        return self.draft.max_length if self.draft else 0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -159,8 +166,8 @@ class Generator:
             else None
         )
         return GeneratorState(
-            overlap_by_factor=draft_temperature.start(self.draft_length, self.settings.grid),
-            trend=schedule.start(),
+            overlap_by_factor=draft_temperature.init_overlap(self.draft_length, self.settings.grid),
+            trend=schedule.init_trend(),
             chooser=chooser,
         )
 
@@ -171,12 +178,12 @@ class Generator:
             None if state.chooser is None else length_chooser.update(state.chooser, statistics)
         )
         return GeneratorState(
-            overlap_by_factor=draft_temperature.update(state.overlap_by_factor, statistics),
-            trend=schedule.observed(state.trend, statistics),
+            overlap_by_factor=draft_temperature.update_overlap(state.overlap_by_factor, statistics),
+            trend=schedule.update_trend(state.trend, statistics),
             chooser=chooser,
         )
 
-    def weight_bytes(self, ready: Ready) -> int:
+    def weight_bytes(self, ready: RolloutWeights) -> int:
         """Bytes of the weights on each device: whole on every data shard, but that `tensor` splits
         them, and `expert` the experts."""
         networks = ready.target, ready.drafter
@@ -199,7 +206,7 @@ class Generator:
         draft: PyTree,
         state: GeneratorState,
         version: Int[Array, ""] | int = 0,
-    ) -> Ready:
+    ) -> RolloutWeights:
         """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only
         place where weights change sides."""
         policy = merge_lora(policy, rounding_key(self.seed, version))
@@ -209,16 +216,16 @@ class Generator:
         if needs_ordering(self.mesh):
             version = order_after(version, [signal_all_ready(networks, self.mesh, LOGICAL_AXES)])
         target, network = map(apply_layout, networks, self.weight_layouts)
-        choice = draft_temperature.choose(state.overlap_by_factor, self.settings.grid)
-        drafter = Drafter(network=network, choice=choice, chooser=state.chooser)
-        return Ready(target=target, drafter=drafter, version=version)
+        choice = draft_temperature.choose_factors(state.overlap_by_factor, self.settings.grid)
+        drafter = Drafter(network=network, factor_index=choice, chooser=state.chooser)
+        return RolloutWeights(target=target, drafter=drafter, version=version)
 
     def key(self, prompts: Prompts) -> Key[Array, ""]:
         """All noise of a call comes from here: (seed, stream, batch)."""
         return stream_key(self.seed, prompts.stream, prompts.batch)
 
     @jax.named_scope("generate")
-    def generate(self, ready: Ready, prompts: Prompts) -> Rollout:
+    def generate(self, ready: RolloutWeights, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
         if needs_ordering(self.mesh):
             lengths = order_after(prompts.lengths, [signal_ready(ready.version)])
@@ -235,7 +242,7 @@ class Generator:
         return rollout.replace(version=jnp.zeros_like(rollout.version) + ready.version)
 
     @jax.named_scope("generate")
-    def begin(self, ready: Ready, prompts: Prompts) -> DecodeState:
+    def begin(self, ready: RolloutWeights, prompts: Prompts) -> DecodeState:
         """Prefills, for generation in slices."""
         return loop.begin_sharded(
             ready.target,
@@ -249,20 +256,20 @@ class Generator:
 
     @jax.named_scope("generate")
     def advance(
-        self, ready: Ready, running: DecodeState, max_rounds: Int[Array, ""]
+        self, ready: RolloutWeights, running: DecodeState, max_rounds: Int[Array, ""]
     ) -> DecodeState:
         """One slice of generation; slices give the tokens of one long call."""
         return loop.advance_sharded(
             ready.target, ready.drafter, self.draft, running, max_rounds, self.settings, self.mesh
         )
 
-    def collect(self, ready: Ready, running: DecodeState) -> Rollout:
+    def collect(self, ready: RolloutWeights, running: DecodeState) -> Rollout:
         """The rows as they stand."""
         return running.rollout.replace(
             version=jnp.zeros_like(running.rollout.version) + ready.version
         )
 
-    def measure(self, rollout: Rollout, ready: Ready) -> dict[str, Num[Array, ""]]:
+    def measure(self, rollout: Rollout, ready: RolloutWeights) -> dict[str, Num[Array, ""]]:
         """Lengths, endings and acceptance of the rows that were generated."""
         ran, ended = rollout.status != IDLE, rollout.status == EOS
         rows = jnp.maximum(jnp.sum(ran), 1)
@@ -280,7 +287,7 @@ class Generator:
             "rollout/length_ended": jnp.where(count > 0, of_ended, jnp.nan),
             "rollout/prompt_length": jnp.sum(jnp.where(ran, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(
-                rollout.statistics, tokens, ready.drafter.choice, self.settings.grid
+                rollout.statistics, tokens, ready.drafter.factor_index, self.settings.grid
             ),
             **{
                 f"status/{name}": jnp.sum(rollout.status == code)
@@ -338,4 +345,6 @@ def to_rollout(
     leaf, inside a jit one all-gather for each sharded weight."""
     # without the barrier XLA gathers some weights first, in the wider type, and casts them then
     ready = pad_vocabulary(jax.lax.optimization_barrier(cast_floats(network, dtype)), mesh)
-    return jax.lax.with_sharding_constraint(ready, shardings(mesh, ready, axes, ROLLOUT_RULES))
+    return jax.lax.with_sharding_constraint(
+        ready, assign_shardings(mesh, ready, axes, ROLLOUT_RULES)
+    )

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.drafts.base import Draft
-from jaxspec.mesh import of_any_expert
+from jaxspec.mesh import max_over_experts
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import slots
 from jaxspec.rollout.decode_state import (
@@ -55,7 +55,7 @@ def build_loops(
     evicts: bool,
 ) -> Loops:
     """Builds the loops up to the round `limit`; `evicts` says whether pages can run out."""
-    about_slots = settings.group_size, (draft.length if draft else 0) + 1, evicts
+    about_slots = settings.group_size, (draft.max_length if draft else 0) + 1, evicts
 
     @jax.named_scope("refill")
     def fill(state: DecodeState) -> DecodeState:
@@ -63,7 +63,7 @@ def build_loops(
 
     @jax.named_scope("refill")
     def pauses(state: DecodeState) -> Bool[Array, ""]:
-        return of_any_expert(slots.must_refill(state, *about_slots)) | anything_unread(state)
+        return max_over_experts(slots.must_refill(state, *about_slots)) | anything_unread(state)
 
     @jax.named_scope("refill")
     def go_on(state: DecodeState) -> DecodeState:
@@ -81,7 +81,7 @@ def build_loops(
     @jax.named_scope("rounds")
     def rounds(state: DecodeState, goes_on: Condition, loop: int) -> DecodeState:
         if not settings.lengths:
-            length = draft.length if draft else 0
+            length = draft.max_length if draft else 0
             return lax.while_loop(goes_on, lambda state: one(state, length), state)
         return _rounds_of_choice(
             one,
@@ -97,7 +97,7 @@ def build_loops(
 def unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[Array, ""]:
     """Whether more than `enough` rows are left, and rounds to run them."""
     left = jnp.sum(state.rollout.status == RUNNING)
-    return of_any_expert(left > enough) & (state.round[0] < limit)
+    return max_over_experts(left > enough) & (state.round[0] < limit)
 
 
 def run_loops(
@@ -168,7 +168,7 @@ def _choice(
     assert drafter.chooser is not None, "lengths are chosen by a cost table"
     lengths = taken(state.rollout.lengths, rows_of_slots(state))
     # Attention reads the caches of all slots as far as the longest row has come.
-    longest = of_any_expert(jnp.max(jnp.where(active(state), lengths, 0)))
+    longest = max_over_experts(jnp.max(jnp.where(active(state), lengths, 0)))
     ends = length_chooser.contexts(state.rollout.tokens.shape[1])
     context = jnp.minimum(
         jnp.sum(jnp.asarray(ends, jnp.int32) < longest, dtype=jnp.int32),

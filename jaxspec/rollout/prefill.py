@@ -72,7 +72,7 @@ def prepare(
       settings: see `Settings`.
     """
     count, width = prompts.tokens.shape
-    group, length = settings.group_size, draft.length if draft else 0
+    group, length = settings.group_size, draft.max_length if draft else 0
     size = width + settings.max_new_tokens
     longest = size + length  # headroom: a block may reach K positions beyond the last token kept
     numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
@@ -201,7 +201,7 @@ def _estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEs
     if not settings.lengths:
         nothing = jnp.zeros((1, length), jnp.float32)
         return AcceptanceEstimate(
-            offered_in_turn=nothing, accepted=nothing, seconds_to_lose=jnp.zeros((1,), jnp.float32)
+            reached=nothing, accepted=nothing, seconds_to_lose=jnp.zeros((1,), jnp.float32)
         )
     assert drafter.chooser is not None, "lengths are chosen by an estimate"
     return jax.tree.map(lambda leaf: leaf[None], drafter.chooser.acceptance)
@@ -224,7 +224,7 @@ def _empty(
     return PromptState(
         row=row,
         caches=caches.replace(draft=draft.empty_cache(drafter.network, *shape)),
-        draft=draft.start(drafter.network, target, prompts),
+        draft=draft.init_state(drafter.network, target, prompts),
     )
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxspec import sampling
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler, block_positions
-from jaxspec.mesh import summed_over_experts
+from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler, block_positions
+from jaxspec.mesh import sum_over_experts
 from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.rollout.commit import commit_block
 from jaxspec.rollout.decode_state import (
@@ -76,7 +76,9 @@ def one_round(
                 draft_state, draft_cache = draft.catch_up(*held)
     with jax.named_scope("verify"):
         positions = block_positions(now.lengths - 1, length + 1)
-        tokens = jnp.concatenate([context.at(now.lengths[:, None] - 1), proposal.tokens], axis=1)
+        tokens = jnp.concatenate(
+            [context.tokens_at(now.lengths[:, None] - 1), proposal.tokens], axis=1
+        )
         forward = target(tokens, positions, caches.target, draft.taps if draft else ())
         assert forward.cache is not None, "a cache that goes in comes back"
         logits = target.logits(forward.hidden)
@@ -95,7 +97,7 @@ def one_round(
             )
         )
         # where the target fails, nothing can be verified
-        offered = jnp.minimum(proposal.offered, leading(compared.finite[:, :length]))
+        offered = jnp.minimum(proposal.lengths, leading(compared.finite[:, :length]))
         if noise.shared is not None:
             verdict = match_rule(compared.distributions, proposal.tokens, offered, noise.shared)
         else:
@@ -108,7 +110,7 @@ def one_round(
         change = acceptance.of_round(
             now.running,
             verdict,
-            proposal.offered,
+            proposal.lengths,
             compared.comparison,
             compared.entropy,
             committed.kept,
@@ -118,11 +120,11 @@ def one_round(
         rollout = committed.rollout
         ended = now.running & (taken(rollout.status, rows) != RUNNING)
         change = _widened(
-            change.replace(ended=jnp.where(ended, state.round + 1, 0)),
-            draft.length if draft else 0,
+            change.replace(end_round=jnp.where(ended, state.round + 1, 0)),
+            draft.max_length if draft else 0,
         )
         if draft is not None:
-            kept = Kept(committed.tokens, features(forward), positions, committed.kept)
+            kept = Committed(committed.tokens, features(forward), positions, committed.kept)
             draft_state = draft.commit(draft_state, kept)
     return state.replace(
         rollout=rollout.replace(
@@ -157,7 +159,9 @@ def _produced(now: _Round, count: int) -> Int[Array, "B T"]:
 def by_matching(draft: Draft | None, settings: Settings) -> bool:
     """Whether drafts are compared with what the target samples: in coupled mode, and where none is
     drawn (at temperature 0 none is)."""
-    return settings.rule is None or draft is None or not draft.draws or settings.grid == (0.0,)
+    return (
+        settings.rule is None or draft is None or not draft.is_stochastic or settings.grid == (0.0,)
+    )
 
 
 class _Noise(NamedTuple):
@@ -214,7 +218,7 @@ def _factors(drafter: Drafter, settings: Settings, length: int) -> Float[Array, 
     return (
         settings.grid[0]
         if len(settings.grid) == 1
-        else jnp.asarray(settings.grid, jnp.float32)[drafter.choice[:length]]
+        else jnp.asarray(settings.grid, jnp.float32)[drafter.factor_index[:length]]
     )
 
 
@@ -243,14 +247,14 @@ def _sampler(
 
 def _widened(change: Statistics, length: int) -> Statistics:
     """What a round of fewer drafts counted, with zeros for the depths that it left out."""
-    missing = length - change.drafted.shape[1]
+    missing = length - change.draft_rounds.shape[1]
     if not missing:
         return change
 
     def wide(leaf: Array) -> Array:
         return jnp.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2))
 
-    names = "drafted offered_in_turn accepted overlap overlap_by_factor draft_entropy"
+    names = "draft_rounds reached accepted overlap overlap_by_factor draft_entropy"
     return change.replace(**{name: wide(getattr(change, name)) for name in names.split()})
 
 
@@ -294,10 +298,10 @@ def _learnt(estimate: AcceptanceEstimate, change: Statistics) -> AcceptanceEstim
     """The estimate after a round. Drafts beyond the end of a text do not count: they follow
     nothing that the target accepted."""
     offered_in_turn, accepted = (
-        summed_over_experts(jnp.sum(leaf, axis=0, dtype=jnp.float32))[None]
-        for leaf in (change.offered_in_turn, change.accepted)
+        sum_over_experts(jnp.sum(leaf, axis=0, dtype=jnp.float32))[None]
+        for leaf in (change.reached, change.accepted)
     )
     return estimate.replace(
-        offered_in_turn=estimate.offered_in_turn + offered_in_turn,
+        reached=estimate.reached + offered_in_turn,
         accepted=estimate.accepted + accepted,
     )

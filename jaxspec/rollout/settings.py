@@ -20,8 +20,8 @@ class Settings(NamedTuple):
     """How drafts that were drawn are verified, `token_rule` or `block_rule`; None couples draft and
     target by shared noise."""
     grid: tuple[float, ...] = (1.0,)
-    """Factors on the temperature at which a draft is compared; of several, `Drafter.choice` says
-    which one it samples at. (0,): argmax."""
+    """Factors on the temperature at which a draft is compared; of several, `Drafter.factor_index`
+    says which one it samples at. (0,): argmax."""
     slots: int = 0
     """Rows of a shard that are generated at once, while the others wait; 0: all."""
     page_size: int = 0

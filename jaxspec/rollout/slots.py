@@ -108,7 +108,7 @@ def _admit(state: DecodeState, group_size: int, block: int) -> DecodeState:
     row, slot = _head(state), jnp.argmax(state.row == len(rollout.status)).astype(jnp.int32)
     prompt, length = row // group_size, rollout.prompt_lengths[row]
     statistics = rollout.statistics
-    began = jnp.where(rollout.lengths[row] == length, state.round[0], statistics.began[row])
+    began = jnp.where(rollout.lengths[row] == length, state.round[0], statistics.start_round[row])
     size = state.caches.page_size
     common, last = shared(length, size), (length - 1) // size
     pages = share(state.pages, slot, count + prompt, common)
@@ -118,7 +118,7 @@ def _admit(state: DecodeState, group_size: int, block: int) -> DecodeState:
     seat = PromptCopy(slot, prompt, *_copied(pages, slot, count + prompt, common, last))
     return state.replace(
         rollout=rollout.replace(
-            statistics=statistics.replace(began=statistics.began.at[row].set(began))
+            statistics=statistics.replace(start_round=statistics.start_round.at[row].set(began))
         ),
         row=state.row.at[slot].set(row),
         caches=state.caches.map(

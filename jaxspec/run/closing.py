@@ -4,13 +4,13 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.host.comparison import compare
+from jaxspec.host.comparison import compare_decoding
 from jaxspec.host.job import Job
 from jaxspec.host.prompts import PromptSource
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.run.stalls import stall_watch
-from jaxspec.run.start import random_draft_remark
+from jaxspec.run.stalls import make_stall_watch
+from jaxspec.run.start import describe_random_draft
 from jaxspec.run.state import RunState
 from jaxspec.system import metrics as measures
 from jaxspec.system.closing_table import (
@@ -35,7 +35,7 @@ def close_run(
     summary: dict[str, float] = {}
     if job.config.compare_plain and job.step.generator.draft is not None:
         job.say("comparing with plain decoding of the last batch")
-        result = compare(job.step, run.state, source.place_comparison(run.generated - 1))
+        result = compare_decoding(job.step, run.state, source.place_comparison(run.generated - 1))
         summary = {
             "rows": result.rows,
             "plain/passes": result.plain_passes,
@@ -50,13 +50,13 @@ def close_run(
         failure = f"the end of the run is not saved, because {unsaved}; {remedy} beyond this end"
     # Only process 0 is sure to see the run's folder.
     if jax.process_index() == 0:
-        lines = measures.read_metrics(workdir)
-        if gap := describe_missing_batches(lines, run.next_batch):
+        records = measures.read_metrics(workdir)
+        if gap := describe_missing_batches(records, run.next_batch):
             job.say(f"warning: {gap}")
-        signs = stall_watch(job.config, lines).lasting_signs()
-        Screen().print(build_closing_table(lines, summary, signs))
-        failure = "; ".join(filter(None, (explain_missing_result(lines), failure)))
-    if remark := random_draft_remark(job.config):
+        stall_signs = make_stall_watch(job.config, records).lasting_signs()
+        Screen().print(build_closing_table(records, summary, stall_signs))
+        failure = "; ".join(filter(None, (explain_missing_result(records), failure)))
+    if remark := describe_random_draft(job.config):
         job.say(remark)
     if broadcast_flag(bool(failure)):
         raise Diverged(failure or "the run ended without a result; process 0 says which")

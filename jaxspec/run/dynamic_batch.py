@@ -11,12 +11,12 @@ import numpy as np
 
 from jaxspec import mesh as meshes
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract_finished, put
+from jaxspec.host.programs import abstract_scored_rollout, put_like
 from jaxspec.host.scoring import RolloutScorer, ScoringResult, outcome_metric
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.state import Finished
+from jaxspec.state import ScoredRollout
 from jaxspec.system.metrics import merge_rollout_metrics
 
 
@@ -24,7 +24,7 @@ from jaxspec.system.metrics import merge_rollout_metrics
 class PartialBatch:
     """A batch that is being filled."""
 
-    rows: Finished
+    rows: ScoredRollout
     """Rows on the devices, without a plan."""
     groups: int = 0
     """Groups that it holds."""
@@ -38,16 +38,16 @@ class BatchFiller:
     def __init__(self, job: Job, scorer: RolloutScorer) -> None:
         self._job, self._scorer = job, scorer
         self._prompts = job.config.batch.prompts
-        like = abstract_finished(job.step, self._prompts).replace(plan=None)
-        self._layout = jax.tree.map(lambda leaf: leaf.sharding, like)
+        template = abstract_scored_rollout(job.step, self._prompts).replace(plan=None)
+        self._layout = jax.tree.map(lambda leaf: leaf.sharding, template)
 
     def empty_batch(self) -> PartialBatch:
         """Returns a batch without groups."""
         return PartialBatch(self._scorer.empty_rollout().replace(plan=None))
 
     def add_rollout(
-        self, batch: PartialBatch, scored: ScoringResult, metrics: dict[str, Any]
-    ) -> tuple[PartialBatch, Finished | None, dict[str, Any]]:
+        self, batch: PartialBatch, scoring: ScoringResult, metrics: dict[str, Any]
+    ) -> tuple[PartialBatch, ScoredRollout | None, dict[str, Any]]:
         """Adds the groups of a rollout whose rewards differ.
 
         Returns the batch to fill next, and the complete batch with its metrics if there is one.
@@ -56,49 +56,51 @@ class BatchFiller:
           Diverged: `dynamic_sampling.max_batches` rollouts had no such group. `batch` is unchanged.
         """
         settings, capacity = self._job.config.dynamic_sampling, self._prompts
-        groups = np.flatnonzero(scored.differing)
-        by_rollout = [*batch.metrics, metrics]
-        is_last = len(by_rollout) >= settings.max_batches
+        groups = np.flatnonzero(scoring.differing_groups)
+        rollout_metrics = [*batch.metrics, metrics]
+        is_last = len(rollout_metrics) >= settings.max_batches
         if not batch.groups and not len(groups) and is_last:
-            raise Diverged(_no_group_message(by_rollout, capacity))
-        new, surplus = np.split(groups, [capacity - batch.groups])
-        rows = self._add_groups(batch.rows, scored.finished, new, batch.groups)
-        count = batch.groups + len(new)
-        if count < capacity and not is_last:
-            return PartialBatch(rows, count, by_rollout), None, {}
-        carried = surplus if settings.surplus == "carry" else surplus[:0]
-        following = self.empty_batch()
-        if len(carried):
-            carried_rows = self._add_groups(following.rows, scored.finished, carried, 0)
-            following = PartialBatch(carried_rows, len(carried))
+            raise Diverged(_no_group_message(rollout_metrics, capacity))
+        added_groups, surplus = np.split(groups, [capacity - batch.groups])
+        rows = self._add_groups(batch.rows, scoring.scored, added_groups, batch.groups)
+        group_count = batch.groups + len(added_groups)
+        if group_count < capacity and not is_last:
+            return PartialBatch(rows, group_count, rollout_metrics), None, {}
+        carried_groups = surplus if settings.surplus == "carry" else surplus[:0]
+        next_batch = self.empty_batch()
+        if len(carried_groups):
+            carried_rows = self._add_groups(next_batch.rows, scoring.scored, carried_groups, 0)
+            next_batch = PartialBatch(carried_rows, len(carried_groups))
         counts = {
-            "dynamic_sampling/rollouts": len(by_rollout),
-            "dynamic_sampling/groups": count,
-            "dynamic_sampling/carried": len(carried),
-            "dynamic_sampling/dropped": len(surplus) - len(carried),
+            "dynamic_sampling/rollouts": len(rollout_metrics),
+            "dynamic_sampling/groups": group_count,
+            "dynamic_sampling/carried": len(carried_groups),
+            "dynamic_sampling/dropped": len(surplus) - len(carried_groups),
         }
-        full = self._scorer.is_learnable(self._scorer.plan(rows))
-        return following, full, merge_rollout_metrics(by_rollout) | counts
+        full_batch = self._scorer.set_learn_flag(self._scorer.plan_micro_batches(rows))
+        return next_batch, full_batch, merge_rollout_metrics(rollout_metrics) | counts
 
     def _add_groups(
-        self, rows: Finished, rollout: Finished, groups: np.ndarray, first: int
-    ) -> Finished:
+        self, rows: ScoredRollout, rollout: ScoredRollout, groups: np.ndarray, first_group: int
+    ) -> ScoredRollout:
         """Writes groups of a rollout behind the first groups of a batch."""
-        places = dynamic_sampling.places(
-            groups, first, self._prompts, self._job.config.batch.mini_batches
+        row_indices = dynamic_sampling.assign_places(
+            groups, first_group, self._prompts, self._job.config.batch.mini_batches
         )
-        by_row = meshes.rows_sharding(self._job.mesh)
-        like = jax.ShapeDtypeStruct(places.shape, places.dtype, sharding=by_row)
-        return self._fill(rows, rollout.replace(plan=None), put(places, like))
+        by_row = meshes.row_sharding(self._job.mesh)
+        index_layout = jax.ShapeDtypeStruct(row_indices.shape, row_indices.dtype, sharding=by_row)
+        return self._fill_rows(
+            rows, rollout.replace(plan=None), put_like(row_indices, index_layout)
+        )
 
     @cached_property
-    def _fill(self) -> Callable[[Finished, Finished, jax.Array], Finished]:
-        fill = partial(dynamic_sampling.filled, mesh=self._job.mesh)
-        return jax.jit(fill, donate_argnums=0, out_shardings=self._layout)
+    def _fill_rows(self) -> Callable[[ScoredRollout, ScoredRollout, jax.Array], ScoredRollout]:
+        fill_rows = partial(dynamic_sampling.insert_groups, mesh=self._job.mesh)
+        return jax.jit(fill_rows, donate_argnums=0, out_shardings=self._layout)
 
 
-def _no_group_message(by_rollout: list[dict[str, Any]], prompts: int) -> str:
-    rollouts, means = len(by_rollout), merge_rollout_metrics(by_rollout)
+def _no_group_message(rollout_metrics: list[dict[str, Any]], prompts: int) -> str:
+    rollouts, means = len(rollout_metrics), merge_rollout_metrics(rollout_metrics)
     shares = ", ".join(
         f"{outcome.name.lower()} {means[outcome_metric(outcome)]:.0%}" for outcome in Outcome
     )

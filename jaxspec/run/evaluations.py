@@ -18,18 +18,18 @@ from jaxspec.evaluation.records import RecordFile
 from jaxspec.host.job import Job
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
-from jaxspec.host.workdir import BEST
+from jaxspec.host.starts import BEST
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names, read_json
 from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.rewards.scorer import SetScorers
-from jaxspec.run.schedules import Runner
+from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.state import RunState
 from jaxspec.state import Prompts, PyTree, Rollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import write_text_atomic
 
-VALUES = "best.json"
+BEST_FILE = "best.json"
 """The settings of evaluations, and the value of their metric by number of the checkpoint."""
 
 
@@ -45,32 +45,32 @@ class Evaluations:
         self._evaluator, self._folder, self._metric = evaluator, folder, job.config.eval.keep_best
         self._records = RecordFile(folder, jax.process_index())
         evaluator.require_metric(self._metric)
-        how = to_json(job.config)["eval"]
-        self._how = {name: value for name, value in how.items() if name != "every"}
+        settings = to_json(job.config)["eval"]
+        self._settings = {name: value for name, value in settings.items() if name != "every"}
         if self._metric:
-            check_in_process_0(self._require_alike)
+            check_in_process_0(self._require_same_settings)
         self._best = Checkpoints(folder / BEST, keep=1, log=job.say) if self._metric else None
-        self._values = self._known()
+        self._values = self._read_best_value()
 
-    def _require_alike(self) -> None:
+    def _require_same_settings(self) -> None:
         """Refuses to go on beside a checkpoint that was best by another measure."""
-        file = self._folder / VALUES
-        before = read_json(file).get("eval") if file.exists() else self._how
+        file = self._folder / BEST_FILE
+        saved_settings = read_json(file).get("eval") if file.exists() else self._settings
         require(
-            before == self._how,
+            saved_settings == self._settings,
             f"{self._folder / BEST} has what was best by other settings of eval, as {file} says;"
             f" set these back, or move both away",
         )
 
-    def _known(self) -> dict[str, float]:
+    def _read_best_value(self) -> dict[str, float]:
         """Value of the checkpoint that is there."""
         if self._best is None or self._best.latest_step() is None:
             return {}
-        newest, file = str(self._best.latest_step()), self._folder / VALUES
+        newest, file = str(self._best.latest_step()), self._folder / BEST_FILE
         values = read_json(file).get("values", {}) if file.exists() else {}
         return {number: value for number, value in values.items() if number == newest}
 
-    def cut_back(self, run: RunState) -> None:
+    def truncate_records(self, run: RunState) -> None:
         """Drops records of batches that are evaluated again."""
         queued = sum(has_evaluation(item.record.metrics) for item in run.queue)
         self._records.truncate_from(run.learned + queued)
@@ -91,21 +91,21 @@ class Evaluations:
         value = metrics.get(f"eval/{self._metric}")
         return value is not None and value > max(self._values.values(), default=float("-inf"))
 
-    def keep(
+    def save_best(
         self,
-        number: int,
+        checkpoint_number: int,
         arrays: PyTree,
-        host: dict[str, Any],
-        own: dict[str, Any] | None,
+        host_state: dict[str, Any],
+        process_state: dict[str, Any] | None,
         metrics: dict[str, float],
     ) -> None:
         """Starts to save the best checkpoint so far, as `Checkpoints.save`."""
         assert self._best is not None, "there is a metric to be best by"
-        self._values[str(number)] = metrics[f"eval/{self._metric}"]
+        self._values[str(checkpoint_number)] = metrics[f"eval/{self._metric}"]
         if jax.process_index() == 0:
-            values = {"eval": self._how, "values": self._values}
-            write_text_atomic(self._folder / VALUES, json.dumps(values, indent=2) + "\n")
-        self._best.save(number, arrays, host, own)
+            values = {"eval": self._settings, "values": self._values}
+            write_text_atomic(self._folder / BEST_FILE, json.dumps(values, indent=2) + "\n")
+        self._best.save(checkpoint_number, arrays, host_state, process_state)
 
     def close(self) -> None:
         """Waits until what is kept is saved."""
@@ -119,7 +119,7 @@ def open_evaluations(
     source: PromptSource,
     scorer: RolloutScorer,
     scorers: SetScorers,
-    runner: Runner,
+    schedule: StepSchedule,
     folder: Path,
 ) -> Iterator[Evaluations]:
     """Opens the evaluations of a run until the context ends.
@@ -132,8 +132,8 @@ def open_evaluations(
         metrics.
     """
 
-    def answer(state: TrainState, prompts: Prompts) -> tuple[TrainState, Rollout]:
-        result = runner(state, scorer.empty_rollout(), prompts, lambda _: False)
+    def generate_answers(state: TrainState, prompts: Prompts) -> tuple[TrainState, Rollout]:
+        result = schedule(state, scorer.empty_rollout(), prompts, lambda _: False)
         assert result.rollout is not None, "an evaluation call is never interrupted"
         return result.state, result.rollout
 
@@ -142,6 +142,8 @@ def open_evaluations(
         job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
         evaluator = compile_evaluator(job, source.sets, scorers)
     else:
-        evaluator = Evaluator(source, scorer, job.config, samples_per_problem(job.config), answer)
+        evaluator = Evaluator(
+            source, scorer, job.config, samples_per_problem(job.config), generate_answers
+        )
     with contextlib.closing(Evaluations(job, evaluator, folder)) as evaluations:
         yield evaluations

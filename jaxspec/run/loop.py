@@ -17,11 +17,18 @@ from jaxspec.host import workdir as workdirs
 from jaxspec.host.job import Job
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer, ScoringResult
-from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, Diverged, condition, require_progress
+from jaxspec.rl.optimizers import (
+    BROKEN,
+    SKIPPED,
+    SOUND,
+    Diverged,
+    check_condition,
+    require_progress,
+)
 from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.evaluations import Evaluations
-from jaxspec.run.schedules import Runner, StepResult
-from jaxspec.run.stalls import stall_watch
+from jaxspec.run.schedules import StepResult, StepSchedule
+from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import Rollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
@@ -50,7 +57,7 @@ class Host:
     """Fills batches from several rollouts. None: each rollout is a batch."""
     evaluations: Evaluations
     checkpoints: Checkpoints
-    runner: Runner
+    schedule: StepSchedule
 
     @property
     def workdir(self) -> Path:
@@ -76,12 +83,14 @@ class Loop:
         """Why the run could not be saved last. Empty if it was saved."""
         self._acceptance = 0.0
         """Acceptance length of the batch before. 0 if there was none since the start."""
-        self._looks = 0
-        lines = measures.read_metrics(host.workdir) if jax.process_index() == 0 else []
-        self._stalls = stall_watch(job.config, lines)
-        self._conditions = jax.jit(_conditions, out_shardings=meshes.replicated(job.mesh))
+        self._stop_checks = 0
+        records = measures.read_metrics(host.workdir) if jax.process_index() == 0 else []
+        self._stalls = make_stall_watch(job.config, records)
+        self._read_conditions = jax.jit(
+            _network_conditions, out_shardings=meshes.replicated_sharding(job.mesh)
+        )
 
-    def go(self, run: RunState) -> bool:
+    def run_to_end(self, run: RunState) -> bool:
         """Runs from `run`, which it changes, to the end. False if it was asked to stop before."""
         config = self.job.config
         while True:
@@ -89,17 +98,17 @@ class Loop:
             # Also right after a resume: a run that was stopped before its evaluation makes up for
             # it, with the same weights.
             if record is not None and self._is_due(record):
-                record.metrics |= self._evaluate(run, record.batch, self._stop)
-            if self.interrupt.stop_requested or self._stop():
-                self.save(run)
+                record.metrics |= self._evaluate_policy(run, record.batch, self._should_stop)
+            if self.interrupt.stop_requested or self._should_stop():
+                self.save_checkpoint(run)
                 return False
             if run.queue and run.next_batch % config.save_every == 0:
-                self.save(run)
-            if not self._call(run):
+                self.save_checkpoint(run)
+            if not self._run_call(run):
                 return False
-            workdirs.note_saved(self.host.workdir)
+            workdirs.mark_saved(self.host.workdir)
             if run.has_ended(config.steps):
-                self.save(run)
+                self.save_checkpoint(run)
                 return True
 
     def _is_due(self, record: BatchRecord) -> bool:
@@ -108,125 +117,132 @@ class Loop:
         The last batch is evaluated after its update.
         """
         is_last = record.batch == self.job.config.steps - 1
-        is_turn = record.batch % self.job.config.eval.every == 0
-        return is_turn and not is_last and not has_evaluation(record.metrics)
+        is_evaluated = record.batch % self.job.config.eval.every == 0
+        return is_evaluated and not is_last and not has_evaluation(record.metrics)
 
-    def _call(self, run: RunState) -> bool:
+    def _run_call(self, run: RunState) -> bool:
         """Learns from the oldest queued batch, then generates and scores the next rollout.
 
         False if generation was interrupted.
         """
-        host, number = self.host, run.generated
-        has_all = run.next_batch >= self.job.config.steps
+        host, call = self.host, run.generated
+        is_final_call = run.next_batch >= self.job.config.steps
         start_time = time.perf_counter()
         prompts = (
-            host.source.place_nothing(number) if has_all else host.source.place_training(number)
+            host.source.place_nothing(call) if is_final_call else host.source.place_training(call)
         )
         data_seconds = time.perf_counter() - start_time
-        queued = run.queue.pop(0) if run.queue else None
-        rollout = queued.rollout if queued else host.scorer.empty_rollout()
-        with self.profiler.trace_call(number):
-            result = host.runner(
-                run.state, rollout, prompts, lambda rows: self._between(number, rows)
+        queued_batch = run.queue.pop(0) if run.queue else None
+        rollout = queued_batch.rollout if queued_batch else host.scorer.empty_rollout()
+        with self.profiler.trace_call(call):
+            result = host.schedule(
+                run.state, rollout, prompts, lambda rows: self._score_slice(call, rows)
             )
         run.state = result.state
-        if queued is not None:
-            self._finish(run, queued.record, result, has_all)
+        if queued_batch is not None:
+            self._finish_record(run, queued_batch.record, result, is_final_call)
         if result.rollout is None:
-            self.save(run)
+            self.save_checkpoint(run)
             return False
-        if not has_all:
-            self._take(run, result.rollout, result, {"time/data": data_seconds})
+        if not is_final_call:
+            self._queue_rollout(run, result.rollout, result, {"time/data": data_seconds})
         return True
 
-    def _finish(
+    def _finish_record(
         self, run: RunState, record: BatchRecord, result: StepResult, is_last: bool
     ) -> None:
         """Completes the record of the batch that was learned from."""
         run.learned += 1
-        record.metrics |= result.learned
+        record.metrics |= result.training_metrics
         if is_last:
-            record.metrics |= self._evaluate(run, record.batch, lambda: False)
-        self.report(record)
+            record.metrics |= self._evaluate_policy(run, record.batch, lambda: False)
+        self.report_batch(record)
 
-    def _take(
+    def _queue_rollout(
         self, run: RunState, rollout: Rollout, result: StepResult, seconds: dict[str, float]
     ) -> None:
         """Scores a rollout, and queues it as a batch or adds it to one."""
         start_time = time.perf_counter()
         try:
-            scored = self.host.scorer.score_training(run.generated, rollout)
+            scoring = self.host.scorer.score_training(run.generated, rollout)
         except Diverged:
             # The weights are as good as before.
-            self.save(run)
+            self.save_checkpoint(run)
             raise
         seconds |= {"time/reward": time.perf_counter() - start_time}
         metrics = {**result.seconds, **seconds}
         metrics["time/step"] += sum(seconds.values())
-        metrics |= scored.metrics | result.generated
+        metrics |= scoring.metrics | result.rollout_metrics
         run.generated += 1
         run.timed_on = run.machine
-        finished = scored.finished
+        scored_rollout = scoring.scored
         if self.host.filler is not None:
             assert run.filling is not None, "a filler has a batch to fill"
             try:
-                run.filling, finished, metrics = self.host.filler.add_rollout(
-                    run.filling, scored, metrics
+                run.filling, scored_rollout, metrics = self.host.filler.add_rollout(
+                    run.filling, scoring, metrics
                 )
             except Diverged:
-                self.writer.write_samples(run.next_batch, scored.samples[:SAMPLE_COUNT])
-                self.save(run)
+                self.writer.write_samples(run.next_batch, scoring.samples[:SAMPLE_COUNT])
+                self.save_checkpoint(run)
                 raise
-        if finished is not None:
-            record = BatchRecord(run.next_batch, metrics, self._samples(run.next_batch, scored))
-            run.queue.append(QueuedBatch(finished, record))
+        if scored_rollout is not None:
+            record = BatchRecord(
+                run.next_batch, metrics, self._select_samples(run.next_batch, scoring)
+            )
+            run.queue.append(QueuedBatch(scored_rollout, record))
 
-    def _samples(self, batch: int, scored: ScoringResult) -> list[dict[str, Any]]:
+    def _select_samples(self, batch: int, scoring: ScoringResult) -> list[dict[str, Any]]:
         is_evaluated = batch % self.job.config.eval.every == 0
-        return scored.samples[:SAMPLE_COUNT] if is_evaluated else []
+        return scoring.samples[:SAMPLE_COUNT] if is_evaluated else []
 
-    def report(self, record: BatchRecord) -> None:
+    def report_batch(self, record: BatchRecord) -> None:
         """Writes a batch's complete line, shows it, and stops a run that has diverged."""
-        config, line = self.job.config, record.line
-        line["time/step"] += line.get("time/train", 0.0)  # only where it was timed by itself
-        line |= measures.token_rates(line)
-        self.writer.write_record(line)
+        config, metrics = self.job.config, record.metrics_line
+        metrics["time/step"] += metrics.get("time/train", 0.0)  # only where it was timed by itself
+        metrics |= measures.token_rates(metrics)
+        self.writer.write_record(metrics)
         self.writer.write_samples(record.batch, record.samples)
-        self.progress.update(record.batch + 1, **measures.headline_numbers(line))
-        before, self._acceptance = self._acceptance, line.get("rollout/acceptance_length", 0.0)
+        self.progress.update(record.batch + 1, **measures.headline_numbers(metrics))
+        previous_length, self._acceptance = (
+            self._acceptance,
+            metrics.get("rollout/acceptance_length", 0.0),
+        )
         for alarm in (
-            alarms.logprob_gap_warning(line, self.job.step.learner.largest_factor),
-            alarms.acceptance_warning(line, before, config.draft_training.alarm),
-            alarms.short_batch_warning(line, config.batch.prompts),
-            *self._stalls.add_record(line),
+            alarms.logprob_gap_warning(metrics, self.job.step.learner.max_probability_factor),
+            alarms.acceptance_warning(metrics, previous_length, config.draft_training.alarm),
+            alarms.short_batch_warning(metrics, config.batch.prompts),
+            *self._stalls.add_record(metrics),
         ):
             if alarm:
                 self.progress.print_line(alarm)
-        unrewarded = "None of its rows has a reward. " if np.isnan(line["reward/mean"]) else ""
+        unrewarded = "None of its rows has a reward. " if np.isnan(metrics["reward/mean"]) else ""
         for name in ("policy", "draft"):
             remedy = (
                 f"{unrewarded}Look at loss/{name}, grad_norm/{name}, status/failed and"
                 f" rollout/logprob_gap_max in {config.workdir}/metrics.jsonl, and at samples.jsonl"
                 " beside it. A lower learning rate often helps. Earlier checkpoints are intact."
             )
-            skipped = line.get(f"skipped_in_row/{name}", 0.0)
+            skipped = metrics.get(f"skipped_in_row/{name}", 0.0)
             require_progress(skipped, name, f"batch {record.batch}", remedy)
 
-    def _evaluate(self, run: RunState, batch: int, stop: Callable[[], bool]) -> dict[str, float]:
+    def _evaluate_policy(
+        self, run: RunState, batch: int, stop: Callable[[], bool]
+    ) -> dict[str, float]:
         """Evaluates the policy, which changes nothing in the run. Empty when asked to stop."""
         evaluations = self.host.evaluations
         run.state, metrics = evaluations(run.state, batch, stop)
-        if evaluations.is_best(metrics) and not self._faults(run):
-            evaluations.keep(run.number, *run.to_save(), metrics)
+        if evaluations.is_best(metrics) and not self._describe_faults(run):
+            evaluations.save_best(run.checkpoint_number, *run.to_checkpoint(), metrics)
         return metrics
 
-    def save(self, run: RunState) -> None:
+    def save_checkpoint(self, run: RunState) -> None:
         """Starts a checkpoint of everything that the next call needs.
 
         Weights that are not sound are not saved. Then `unsaved` says why.
         """
         checkpoints = self.host.checkpoints
-        self.unsaved = self._faults(run)
+        self.unsaved = self._describe_faults(run)
         if self.unsaved:
             newest = checkpoints.latest_step()
             remark = (
@@ -235,31 +251,33 @@ class Loop:
                 else f"checkpoint {newest} stays the newest"
             )
             self.progress.print_line(
-                f"checkpoint {run.number} is not saved: {self.unsaved}; {remark}"
+                f"checkpoint {run.checkpoint_number} is not saved: {self.unsaved}; {remark}"
             )
             return
-        checkpoints.save(run.number, *run.to_save())
+        checkpoints.save(run.checkpoint_number, *run.to_checkpoint())
 
-    def _faults(self, run: RunState) -> str:
+    def _describe_faults(self, run: RunState) -> str:
         """Describes weights that a run cannot go on from. Empty if they are sound."""
-        conditions = np.asarray(self._conditions(run.state)).tolist()
+        conditions = np.asarray(self._read_conditions(run.state)).tolist()
         by_network = zip(("policy", "draft"), conditions, strict=False)
         return " and ".join(
-            f"the {name}'s {_FAULTS[state]}" for name, state in by_network if state != SOUND
+            f"the {name}'s {_FAULTS[condition_code]}"
+            for name, condition_code in by_network
+            if condition_code != SOUND
         )
 
-    def _between(self, number: int, rollout: Rollout) -> bool:
+    def _score_slice(self, call: int, rollout: Rollout) -> bool:
         """Begins to score rows between slices of generation. True to stop."""
-        self.host.scorer.begin_scoring(number, rollout)
-        return self._stop()
+        self.host.scorer.begin_scoring(call, rollout)
+        return self._should_stop()
 
-    def _stop(self) -> bool:
+    def _should_stop(self) -> bool:
         """Whether to stop now, the same in every process."""
-        self._looks += 1
-        return self.interrupt.should_stop(self._looks)
+        self._stop_checks += 1
+        return self.interrupt.should_stop(self._stop_checks)
 
 
-def _conditions(state: TrainState) -> Int[Array, " n"]:
+def _network_conditions(state: TrainState) -> Int[Array, " n"]:
     """Conditions of the policy and, if there is one, of the draft."""
-    trained = state.learner.policy, state.learner.draft
-    return jnp.stack([condition(network) for network in trained if network is not None])
+    networks = state.learner.policy, state.learner.draft
+    return jnp.stack([check_condition(network) for network in networks if network is not None])

@@ -11,12 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.build import automatic
-from jaxspec.host import fit as memory
+from jaxspec.build import automatic_sizes
+from jaxspec.host import memory
+from jaxspec.host.fit import fit_step
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract, ahead, ahead_with, numbers, put, times_real_rounds
-from jaxspec.host.round_cost import UNBOUNDED, Advance, OneSlice, RoundTimer
-from jaxspec.state import RUNNING, Finished, Prompts, Ready, Rollout, TrainState
+from jaxspec.host.programs import (
+    abstract_arguments,
+    compile_ahead,
+    compile_for_generator,
+    metrics_to_host,
+    put_like,
+    times_real_rounds,
+)
+from jaxspec.host.round_cost import UNBOUNDED, AdvanceRounds, AdvanceSlice, RoundTimer
+from jaxspec.state import RUNNING, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
 from jaxspec.system.compiling import LinePrinter, first_start_notice
 
@@ -29,192 +37,222 @@ class StepResult(NamedTuple):
     state: TrainState
     rollout: Rollout | None
     """None: asked to stop between two slices of generation; the state has already learnt."""
-    learned: dict[str, float]
+    training_metrics: dict[str, float]
     """Metrics of the batch learnt from, and its phases' seconds where they are measured; NaN where
     there was none."""
-    generated: dict[str, float]
+    rollout_metrics: dict[str, float]
     seconds: Seconds
-    """Of this batch; what `learnt` counts is not in them."""
+    """Of this batch; what `training_metrics` counts is not in them."""
 
 
-Between = Callable[[Rollout], bool]
+SliceCallback = Callable[[Rollout], bool]
 """Sees the rows as they stand between slices of generation, where there are any, and says whether
 to stop."""
 
 
-Slicing = Callable[[Advance, Ready, Prompts], OneSlice]
+SliceFactory = Callable[[AdvanceRounds, RolloutWeights, Prompts], AdvanceSlice]
 """Says of a rollout, before its first round, how it is cut into slices."""
 
 
-class Runner(NamedTuple):
+class StepSchedule(NamedTuple):
     """Makes steps: learn, sync, generate."""
 
-    call: Callable[[TrainState, Finished, Prompts, Between], StepResult]
+    run_step: Callable[[TrainState, ScoredRollout, Prompts, SliceCallback], StepResult]
     """Consumes the state and, as one program, what is finished: their buffers are donated."""
     programs: Mapping[str, Any]
     """What it has compiled, by phase."""
-    time_anew: Callable[[], None] = lambda: None
+    restart_timing: Callable[[], None] = lambda: None
     """Makes it time rounds in the next training rollout, where it times any."""
 
     def __call__(
-        self, state: TrainState, finished: Finished, prompts: Prompts, between: Between
+        self, state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
     ) -> StepResult:
         """One step."""
-        return self.call(state, finished, prompts, between)
+        return self.run_step(state, scored, prompts, on_slice)
 
 
-def whole_step(step: Step, prompts: int, tell: LinePrinter | None = None) -> Runner:
-    """Compiles the step as one program, before anything runs; `tell` is as in `ahead`."""
-    state, finished, wanted = abstract(step, prompts)
+def compile_fused_schedule(
+    step: Step, prompt_count: int, print_line: LinePrinter | None = None
+) -> StepSchedule:
+    """Compiles the step as one program, before anything runs; `print_line` is as in `ahead`."""
+    state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
     layout = (
         step.state_shardings(),
-        meshes.rows_sharding(step.mesh),
-        meshes.replicated(step.mesh),
-        meshes.replicated(step.mesh),
+        meshes.row_sharding(step.mesh),
+        meshes.replicated_sharding(step.mesh),
+        meshes.replicated_sharding(step.mesh),
     )
     with warnings.catch_warnings():
         # of what is finished, the plan has no twin among the results
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        program, _ = ahead_with(
+        program, _ = compile_for_generator(
             step.generator,
             step.train_step,
-            *(state, finished, wanted),
-            tell=tell,
+            *(state, scored, prompt_shapes),
+            print_line=print_line,
             donate_argnums=(0, 1),
             out_shardings=layout,
         )
 
-    def call(
-        state: TrainState, finished: Finished, prompts: Prompts, between: Between
+    def run_step(
+        state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
     ) -> StepResult:
-        began = time.perf_counter()
-        state, rollout, learnt, generated = program(state, finished, prompts)
-        learnt, generated = numbers(learnt), numbers(generated)
-        seconds = time.perf_counter() - began
+        start_time = time.perf_counter()
+        state, rollout, training_metrics, rollout_metrics = program(state, scored, prompts)
+        training_metrics, rollout_metrics = (
+            metrics_to_host(training_metrics),
+            metrics_to_host(rollout_metrics),
+        )
+        seconds = time.perf_counter() - start_time
         return StepResult(
             state,
             rollout,
-            learnt | {"time/learning_call": seconds},
-            generated,
+            training_metrics | {"time/learning_call": seconds},
+            rollout_metrics,
             {"time/step": seconds},
         )
 
-    return Runner(call, {"step": program})
+    return StepSchedule(run_step, {"step": program})
 
 
-def slices_of(rounds: int) -> Slicing:
+def uniform_slices(rounds: int) -> SliceFactory:
     """Slices of so many rounds."""
-    return lambda advance, ready, _: lambda running: advance(ready, running, np.int32(rounds))
+    return lambda advance, weights, _: lambda running: advance(weights, running, np.int32(rounds))
 
 
-def staged_step(step: Step, prompts: int, slicing: Slicing | None = None) -> Runner:
+def compile_staged_schedule(
+    step: Step, prompt_count: int, slice_factory: SliceFactory | None = None
+) -> StepSchedule:
     """A step's phases compiled one by one: honest seconds for each, and generation in slices, or
-    without `slicing` in one piece."""
-    whole, layout = meshes.replicated(step.mesh), step.state_shardings()
-    state, finished, wanted = abstract(step, prompts)
-    learn, (_, learn_metrics) = ahead(
-        step.learn, state, finished, donate_argnums=0, out_shardings=(layout, whole)
+    without `slice_factory` in one piece."""
+    replicated, layout = meshes.replicated_sharding(step.mesh), step.state_shardings()
+    state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
+    learn, (_, learn_metrics) = compile_ahead(
+        step.learn, state, scored, donate_argnums=0, out_shardings=(layout, replicated)
     )
-    sync, ready = ahead(step.sync, state)
-    generating = (
-        _in_slices(step, ready, wanted, finished.rollout, slicing)
-        if slicing
-        else _in_one_piece(step, ready, wanted)
+    sync, weights = compile_ahead(step.sync, state)
+    generation = (
+        _compile_sliced_generation(step, weights, prompt_shapes, scored.rollout, slice_factory)
+        if slice_factory
+        else _compile_whole_generation(step, weights, prompt_shapes)
     )
-    generate, slices = generating
-    measure, _ = ahead(step.generator.measure, finished.rollout, ready, out_shardings=whole)
+    generate, programs = generation
+    measure, _ = compile_ahead(
+        step.generator.measure, scored.rollout, weights, out_shardings=replicated
+    )
 
-    def call(
-        state: TrainState, finished: Finished, prompts: Prompts, between: Between
+    def run_step(
+        state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
     ) -> StepResult:
         seconds: Seconds = {}
 
-        def do(phase: str, _: Callable, *arguments: Any) -> Any:
-            began = time.perf_counter()
+        def run_phase(phase: str, _: Callable, *arguments: Any) -> Any:
+            start_time = time.perf_counter()
             match phase:
                 case "train":
                     # An evaluation has nothing to learn, and its seconds are not training's.
                     result = (
                         learn(*arguments)
-                        if learning
+                        if is_learning
                         else (arguments[0], dict.fromkeys(learn_metrics, np.nan))
                     )
                 case "prepare":
                     result = sync(*arguments)
                 case "generate":
-                    result = generate(*arguments, between)
+                    result = generate(*arguments, on_slice)
                 case _:
                     result = {} if arguments[0] is None else measure(*arguments)
-            seconds[f"time/{phase}"] = _until(result, began)
+            seconds[f"time/{phase}"] = _wait_seconds(result, start_time)
             return result
 
-        learning, began = bool(finished.learn), time.perf_counter()
-        state, rollout, learnt, generated = step.train_step(state, finished, prompts, do)
-        taken = time.perf_counter() - began
-        learnt, train = numbers(learnt), {"time/train": seconds.pop("time/train")}
+        is_learning, start_time = bool(scored.learn), time.perf_counter()
+        state, rollout, training_metrics, rollout_metrics = step.train_step(
+            state, scored, prompts, run_phase
+        )
+        step_seconds = time.perf_counter() - start_time
+        training_metrics, train_seconds = (
+            metrics_to_host(training_metrics),
+            {"time/train": seconds.pop("time/train")},
+        )
         seconds = {name: seconds[name] for name in ("time/prepare", "time/generate")}
         # The batch that is learnt from is the previous one: its seconds go on its own line.
-        own = {"time/step": taken - (train["time/train"] if learning else 0.0)}
+        step_time = {
+            "time/step": step_seconds - (train_seconds["time/train"] if is_learning else 0.0)
+        }
         return StepResult(
-            state, rollout, learnt | (train if learning else {}), numbers(generated), seconds | own
+            state,
+            rollout,
+            training_metrics | (train_seconds if is_learning else {}),
+            metrics_to_host(rollout_metrics),
+            seconds | step_time,
         )
 
-    return Runner(call, {"train": learn, "prepare": sync, **slices, "measure": measure})
+    return StepSchedule(run_step, {"train": learn, "prepare": sync, **programs, "measure": measure})
 
 
-def _until(result: Any, began: float) -> float:
-    """Seconds from `began` until a result is there."""
+def _wait_seconds(result: Any, start_time: float) -> float:
+    """Seconds from `start_time` until a result is there."""
     jax.block_until_ready(result)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
-def _in_one_piece(step: Step, ready: Ready, prompts: Prompts) -> tuple[Callable, dict[str, Any]]:
+def _compile_whole_generation(
+    step: Step, weights: RolloutWeights, prompts: Prompts
+) -> tuple[Callable, dict[str, Any]]:
     """Generation to its end, without slices to look between; also its program."""
-    made, by_row = step.generator, meshes.rows_sharding(step.mesh)
-    program, _ = ahead_with(made, made.generate, ready, prompts, out_shardings=by_row)
+    generator, by_row = step.generator, meshes.row_sharding(step.mesh)
+    program, _ = compile_for_generator(
+        generator, generator.generate, weights, prompts, out_shardings=by_row
+    )
 
-    def generate(ready: Ready, prompts: Prompts, _: Between) -> Rollout:
-        return program(ready, prompts)
+    def generate(weights: RolloutWeights, prompts: Prompts, _: SliceCallback) -> Rollout:
+        return program(weights, prompts)
 
     return generate, {"generate": program}
 
 
-def _in_slices(
-    step: Step, ready: Ready, prompts: Prompts, rollout: Rollout, slicing: Slicing
+def _compile_sliced_generation(
+    step: Step,
+    weights: RolloutWeights,
+    prompts: Prompts,
+    rollout: Rollout,
+    slice_factory: SliceFactory,
 ) -> tuple[Callable, dict[str, Any]]:
     """Generation that is looked at between slices, and gives None where it is to stop; also its
     programs."""
 
-    begin, running = ahead_with(step.generator, step.generator.begin, ready, prompts)
-    same = jax.tree.map(lambda leaf: leaf.sharding, running)
+    prefill, running = compile_for_generator(step.generator, step.generator.begin, weights, prompts)
+    running_shardings = jax.tree.map(lambda leaf: leaf.sharding, running)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    advance, _ = ahead_with(
+    advance, _ = compile_for_generator(
         step.generator,
         step.generator.advance,
-        *(ready, running, rounds),
+        *(weights, running, rounds),
         donate_argnums=1,
-        out_shardings=same,
+        out_shardings=running_shardings,
     )
-    unfinished, _ = ahead(
+    is_unfinished, _ = compile_ahead(
         lambda status: jnp.any(status == RUNNING),
         running.rollout.status,
-        out_shardings=meshes.replicated(step.mesh),
+        out_shardings=meshes.replicated_sharding(step.mesh),
     )
     by_row = jax.tree.map(lambda leaf: leaf.sharding, rollout)
 
-    def generate(ready: Ready, prompts: Prompts, between: Between) -> Rollout | None:
-        running, one_slice = begin(ready, prompts), slicing(advance, ready, prompts)
-        while bool(unfinished(running.rollout.status)):
-            if between(running.rollout):
+    def generate(
+        weights: RolloutWeights, prompts: Prompts, on_slice: SliceCallback
+    ) -> Rollout | None:
+        running, run_slice = prefill(weights, prompts), slice_factory(advance, weights, prompts)
+        while bool(is_unfinished(running.rollout.status)):
+            if on_slice(running.rollout):
                 return None
-            running = one_slice(running)
+            running = run_slice(running)
         # what has no elements comes without its sharding
-        return jax.device_put(step.generator.collect(ready, running), by_row)
+        return jax.device_put(step.generator.collect(weights, running), by_row)
 
-    return generate, {"prefill": begin, "slice": advance, "unfinished": unfinished}
+    return generate, {"prefill": prefill, "slice": advance, "unfinished": is_unfinished}
 
 
-def timing_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
+def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0) -> StepSchedule:
     """Compiles a step whose first rollout times rounds of each draft length.
 
     Later rollouts are one slice each, unless `slice_rounds` says of how many rounds slices are.
@@ -225,25 +263,29 @@ def timing_step(step: Step, prompts: int, slice_rounds: int = 0) -> Runner:
     # can win. A slice has rounds of one length, and the program that times it is the one that
     # generates: nothing is compiled for the timing.
     timer = RoundTimer(step.generator, slice_rounds or UNBOUNDED)
-    runner = staged_step(step, prompts, slicing=timer.begin)
+    schedule = compile_staged_schedule(step, prompt_count, slice_factory=timer.begin_rollout)
 
-    def call(state: TrainState, finished: Finished, asked: Prompts, between: Between) -> StepResult:
-        result = runner(state, finished, asked, between)
-        cost = timer.end()
+    def run_step(
+        state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
+    ) -> StepResult:
+        result = schedule(state, scored, prompts, on_slice)
+        cost = timer.end_rollout()
         # A rollout that was stopped is made again, and times its rounds again: a run that goes on
         # chooses by what its own first rollout has shown, or by what its checkpoint holds.
         if cost is None or result.rollout is None:
             return result
-        known = result.state.generator
-        chooser = known.chooser
+        generator_state = result.state.generator
+        chooser = generator_state.chooser
         assert chooser is not None, "lengths are chosen by costs"
-        chooser = chooser.replace(round_cost=put(cost, chooser.round_cost))
-        return result._replace(state=result.state.replace(generator=known.replace(chooser=chooser)))
+        chooser = chooser.replace(round_cost=put_like(cost, chooser.round_cost))
+        return result._replace(
+            state=result.state.replace(generator=generator_state.replace(chooser=chooser))
+        )
 
-    return Runner(call, runner.programs, timer.time_anew)
+    return StepSchedule(run_step, schedule.programs, timer.time_next_rollout)
 
 
-def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner]:
+def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, StepSchedule]:
     """Compiles the step of a job as its config says, with sizes that fit the devices.
 
     Returns the job with these sizes. Memory that runs out until `stack` closes is explained.
@@ -254,21 +296,21 @@ def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Runner
     config, prompts = job.config, job.config.batch.prompts
     is_timing = times_real_rounds(job.step.generator)
     how = "phase by phase" if config.staged or is_timing else "as one program"
-    first = first_start_notice(meshes.accelerated(job.mesh))
-    job.say(f"{first}compiling the step {how} for {dict(job.mesh.shape)} devices")
+    first_start = first_start_notice(meshes.has_accelerators(job.mesh))
+    job.say(f"{first_start}compiling the step {how} for {dict(job.mesh.shape)} devices")
     start_time = time.perf_counter()
     # In slices, so that a signal need not wait for the end of generation.
     slice_rounds = config.rollout.slice_rounds if config.staged else 0
 
-    def compile_step(step: Step) -> Runner:
+    def compile_step(step: Step) -> StepSchedule:
         if times_real_rounds(step.generator):
-            return timing_step(step, prompts, slice_rounds)
+            return compile_timing_schedule(step, prompts, slice_rounds)
         if slice_rounds:
-            return staged_step(step, prompts, slices_of(slice_rounds))
-        return whole_step(step, prompts)
+            return compile_staged_schedule(step, prompts, uniform_slices(slice_rounds))
+        return compile_fused_schedule(step, prompts)
 
-    fit = memory.fitted(job.step, prompts, compile_step, automatic(config, job.mesh))
-    sizes = memory.told(fit.step, fit.parts, fit.limit)
+    fit = fit_step(job.step, prompts, compile_step, automatic_sizes(config, job.mesh))
+    sizes = memory.report_memory(fit.step, fit.memory_uses, fit.limit)
     job.say(f"compiled in {time.perf_counter() - start_time:.1f} s; {sizes}")
-    stack.enter_context(memory.explained(fit.parts))
+    stack.enter_context(memory.explain_memory_errors(fit.memory_uses))
     return job.with_sizes(**fit.step.sizes._asdict()), fit.compiled

@@ -9,23 +9,23 @@ from jaxspec import mesh as meshes
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.history import AnswerHistory
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract, times_real_rounds
+from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.host.prompts import PromptSource
-from jaxspec.host.round_cost import with_chooser
-from jaxspec.preparation.draft import cached_draft
-from jaxspec.preparation.draft_data import Rows, training_text
-from jaxspec.preparation.policy import load_draft, load_policy, say_agreement
+from jaxspec.host.round_cost import add_length_chooser
+from jaxspec.preparation.draft import get_or_train_draft
+from jaxspec.preparation.draft_data import TextRows, read_training_text
+from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.run.dynamic_batch import BatchFiller
-from jaxspec.run.schedules import Runner
+from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.state import RunState
 from jaxspec.state import Prompts, PyTree, TrainState
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
 
 
-def read_offline_text(job: Job) -> Rows | None:
+def read_offline_text(job: Job) -> TextRows | None:
     """Reads the text that the draft is trained on before the run. None if it is not a text.
 
     Raises:
@@ -33,7 +33,7 @@ def read_offline_text(job: Job) -> Rows | None:
     """
     config = job.config
     trains_offline = config.offline.steps > 0 and config.rollout.draft.is_learned
-    return training_text(config, job.tokenizer, job.say) if trains_offline else None
+    return read_training_text(config, job.tokenizer, job.say) if trains_offline else None
 
 
 def start_run(
@@ -41,30 +41,32 @@ def start_run(
     interrupt: Interrupt,
     source: PromptSource,
     filler: BatchFiller | None,
-    text: Rows | None,
+    offline_text: TextRows | None,
 ) -> RunState:
     """Starts a run before its first batch.
 
-    Policy and draft come from folders or from the cache, or are trained now, or are random. `text`
-    is that of `read_offline_text`.
+    Policy and draft come from folders or from the cache, or are trained now, or are random.
+    `offline_text` is that of `read_offline_text`.
     """
     config, step = job.config, job.step
-    layout, shapes = step.state_shardings(), abstract(step, config.batch.prompts)[0]
+    layout, shapes = step.state_shardings(), abstract_arguments(step, config.batch.prompts)[0]
     trains_offline = config.offline.steps > 0 and shapes.learner.draft is not None
-    file = cached_draft(job, interrupt, text) if trains_offline else None
+    draft_file = get_or_train_draft(job, interrupt, offline_text) if trains_offline else None
     network = None if trains_offline else load_draft(job, _draft_network(shapes))
     policy = load_policy(job, interrupt)
-    if file is not None:
-        network = load_tree(file, _draft_network(shapes))
+    if draft_file is not None:
+        network = load_tree(draft_file, _draft_network(shapes))
     elif network is not None:
-        say_agreement(job, policy, network)
+        report_agreement(job, policy, network)
     else:
         shardings = _draft_network(layout)
-        network = jax.jit(lambda: _draft_network(step.fresh()), out_shardings=shardings)()
-        if remark := random_draft_remark(config):
+        network = jax.jit(
+            lambda: _draft_network(step.init_random_state()), out_shardings=shardings
+        )()
+        if remark := describe_random_draft(config):
             job.say(remark)
-    state = jax.jit(step.start, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    machine = meshes.machine(job.mesh)
+    state = jax.jit(step.init_state, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
+    machine = meshes.describe_machine(job.mesh)
     return RunState(
         state=_measure_lengths(job, state, source.place_training(0)),
         history=source.history,
@@ -75,30 +77,30 @@ def start_run(
     )
 
 
-def adapt_run(job: Job, run: RunState, source: PromptSource, runner: Runner) -> None:
+def adapt_run(job: Job, run: RunState, source: PromptSource, schedule: StepSchedule) -> None:
     """Adapts a restored run to this machine, whose costs of rounds may differ.
 
     The acceptance that the run has seen stays.
     """
-    run.machine = meshes.machine(job.mesh)
-    before = run.state.generator.chooser
-    if before is None or not broadcast_flag(run.timed_on != run.machine):
+    run.machine = meshes.describe_machine(job.mesh)
+    saved_chooser = run.state.generator.chooser
+    if saved_chooser is None or not broadcast_flag(run.timed_on != run.machine):
         return
     job.say("the costs of rounds in the checkpoint are of another machine or mesh")
     state = _measure_lengths(job, run.state, source.place_training(run.generated))
     assert state.generator.chooser is not None, "lengths are chosen by costs"
-    chooser = state.generator.chooser.replace(acceptance=before.acceptance)
+    chooser = state.generator.chooser.replace(acceptance=saved_chooser.acceptance)
     run.state = state.replace(generator=state.generator.replace(chooser=chooser))
-    runner.time_anew()
+    schedule.restart_timing()
     run.timed_on = {} if times_real_rounds(job.step.generator) else run.machine
 
 
-def random_draft_remark(config: ResolvedConfig) -> str:
+def describe_random_draft(config: ResolvedConfig) -> str:
     """Remarks on a draft that starts from random weights. Empty for any other draft."""
     draft = config.rollout.draft
     if not draft.is_learned or draft.path or config.offline.steps:
         return ""
-    later = (
+    outcome = (
         "learns during the run alone"
         if config.draft_training.online
         else "never learns, so that next to nothing is accepted"
@@ -106,7 +108,7 @@ def random_draft_remark(config: ResolvedConfig) -> str:
     remedy = "--offline.steps 300 trains it first, --rollout.draft.path loads one"
     return (
         f"the {draft.kind} draft started from random weights (offline.steps 0, no"
-        f" rollout.draft.path) and {later}; {remedy}"
+        f" rollout.draft.path) and {outcome}; {remedy}"
     )
 
 
@@ -121,7 +123,10 @@ def _measure_lengths(job: Job, state: TrainState, prompts: Prompts) -> TrainStat
             " worth"
         )
     start_time = time.perf_counter()
-    state, lengths = with_chooser(job.step, state, prompts), job.step.generator.settings.lengths
+    state, lengths = (
+        add_length_chooser(job.step, state, prompts),
+        job.step.generator.settings.lengths,
+    )
     chooser = state.generator.chooser
     assert chooser is not None, "lengths are chosen by costs"
     costs = np.asarray(chooser.round_cost)[:, 0, 0]
@@ -130,10 +135,10 @@ def _measure_lengths(job: Job, state: TrainState, prompts: Prompts) -> TrainStat
         f"K={length} costs {cost:.2f} plain steps and keeps {expected:.2f} tokens"
         for length, cost, expected in zip(lengths, costs / costs[0], tokens, strict=True)
     )
-    how = f"measured in {time.perf_counter() - start_time:.1f} s"
+    origin = f"measured in {time.perf_counter() - start_time:.1f} s"
     if is_later:
-        how = "by public figures or an earlier run, until the first rollout has timed its rounds"
-    job.say(f"{how}: {table}")
+        origin = "by public figures or an earlier run, until the first rollout has timed its rounds"
+    job.say(f"{origin}: {table}")
     return state
 
 

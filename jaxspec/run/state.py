@@ -5,10 +5,10 @@ from typing import Any
 
 from jaxspec.data.history import AnswerHistory
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract
+from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.checked import require
 from jaxspec.run.dynamic_batch import PartialBatch
-from jaxspec.state import Finished, PyTree, TrainState
+from jaxspec.state import PyTree, ScoredRollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints, successor_process
 
 FORMAT = 2
@@ -27,7 +27,7 @@ class BatchRecord:
     """Answers that are kept for reading."""
 
     @property
-    def line(self) -> dict[str, Any]:
+    def metrics_line(self) -> dict[str, Any]:
         """Line of metrics.jsonl."""
         return {"step": self.batch, **self.metrics}
 
@@ -36,7 +36,7 @@ class BatchRecord:
 class QueuedBatch:
     """A scored batch that waits for its update."""
 
-    rollout: Finished
+    rollout: ScoredRollout
     record: BatchRecord
 
 
@@ -66,7 +66,7 @@ class RunState:
         return self.learned + len(self.queue)
 
     @property
-    def number(self) -> int:
+    def checkpoint_number(self) -> int:
         """Number of its checkpoint: rollouts generated plus batches learned."""
         return self.generated + self.learned
 
@@ -74,11 +74,11 @@ class RunState:
         """Whether all of `steps` batches are generated and learned."""
         return self.learned >= steps and not self.queue
 
-    def to_save(self) -> tuple[PyTree, dict[str, Any], dict[str, Any] | None]:
+    def to_checkpoint(self) -> tuple[PyTree, dict[str, Any], dict[str, Any] | None]:
         """Returns the arrays of a checkpoint, and JSON of all processes and of this one."""
         # Plans belong to a mesh. They are made again.
         queue = tuple(item.rollout.replace(plan=None) for item in self.queue)
-        host: dict[str, Any] = {
+        host_state: dict[str, Any] = {
             "format": FORMAT,
             "generated": self.generated,
             "learned": self.learned,
@@ -88,12 +88,12 @@ class RunState:
         rows = None
         if self.filling is not None:
             rows = self.filling.rows
-            host["filling"] = {"groups": self.filling.groups, "metrics": self.filling.metrics}
-        local = None
+            host_state["filling"] = {"groups": self.filling.groups, "metrics": self.filling.metrics}
+        process_state = None
         if self.history.past:
-            host["keepers"] = self.history.owners
-            local = {"kept": self.history.encode_answers()}
-        return (self.state, queue, rows), host, local
+            host_state["keepers"] = self.history.owners
+            process_state = {"kept": self.history.encode_answers()}
+        return (self.state, queue, rows), host_state, process_state
 
 
 def restore_run(job: Job, checkpoints: Checkpoints, history: AnswerHistory) -> RunState | None:
@@ -102,34 +102,34 @@ def restore_run(job: Job, checkpoints: Checkpoints, history: AnswerHistory) -> R
     Raises:
       ConfigError: all are damaged, or do not fit the config or this version of jaxspec.
     """
-    state, rollout, _ = abstract(job.step, job.config.batch.prompts)
+    state, rollout, _ = abstract_arguments(job.step, job.config.batch.prompts)
     rows = rollout.replace(plan=None)
 
-    def describe_arrays(host: dict[str, Any]) -> PyTree:
-        found = host.get("format", 1)
+    def describe_arrays(host_state: dict[str, Any]) -> PyTree:
+        version = host_state.get("format", 1)
         require(
-            found == FORMAT,
-            f"the checkpoints in {checkpoints.folder} have format {found}, and this version of"
+            version == FORMAT,
+            f"the checkpoints in {checkpoints.folder} have format {version}, and this version of"
             f" jaxspec reads format {FORMAT}; use the version that wrote them, or another"
             " --workdir",
         )
-        return state, (rows,) * len(host["queue"]), rows if "filling" in host else None
+        return state, (rows,) * len(host_state["queue"]), rows if "filling" in host_state else None
 
     restored = checkpoints.restore_latest(describe_arrays)
     if restored is None:
         return None
-    (state, queue, filling), host = restored.arrays, restored.host_state
+    (state, queue, filling), host_state = restored.arrays, restored.host_state
     history.restore_answers(
-        [(problem, successor_process(keeper)) for problem, keeper in host.get("keepers", [])],
-        [local["kept"] for local in restored.process_states],
+        [(problem, successor_process(owner)) for problem, owner in host_state.get("keepers", [])],
+        [process_state["kept"] for process_state in restored.process_states],
     )
-    records = [BatchRecord(**record) for record in host["queue"]]
+    records = [BatchRecord(**record) for record in host_state["queue"]]
     return RunState(
         state=state,
         history=history,
         queue=[QueuedBatch(*item) for item in zip(queue, records, strict=True)],
-        generated=host["generated"],
-        learned=host["learned"],
-        filling=None if filling is None else PartialBatch(filling, **host["filling"]),
-        timed_on=host["timed_on"],
+        generated=host_state["generated"],
+        learned=host_state["learned"],
+        filling=None if filling is None else PartialBatch(filling, **host_state["filling"]),
+        timed_on=host_state["timed_on"],
     )

@@ -267,7 +267,7 @@ def merge_rollout_metrics(records: list[dict[str, Any]]) -> dict[str, Any]:
         extremes = {"rollout/length_min": min, "rollout/length_max": max}
         reduce = sum if is_summed else extremes.get(name, fmean)
         merged[name] = reduce(values) if values else math.nan
-    return merged | {"step": records[0]["step"]}
+    return merged
 
 
 def standard_deviation(values: np.ndarray) -> float:

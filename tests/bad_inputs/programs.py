@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxspec import train
-from jaxspec.host.job import run
+from jaxspec.host.job import run_program
 from tests.conftest import tiny_model
 
 MODEL = tiny_model(vocab=24, dtype="float32")
@@ -30,7 +30,7 @@ def ended(work: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> tuple[
 
 
 def trained(*argv: str, config: str = "rl_think.py") -> int:
-    return run("train", "Trains.", train.main, ["--config", config, *argv])
+    return run_program("train", "Trains.", train.main, ["--config", config, *argv])
 
 
 def assert_one_line(printed: str, *words: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.bench import roofline
 from jaxspec.bench.__main__ import main as bench_main
 from jaxspec.config.unused import DRAFT_SETTINGS, POLICY_SETTINGS
-from jaxspec.host.job import run
+from jaxspec.host.job import run_program
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.bad_inputs.programs import MODEL, QUICK, assert_one_line, ended, trained
 from tests.conftest import save_policy
@@ -236,7 +236,9 @@ def test_settings_that_a_preparation_does_not_look_at(
     words: str, named: str, used: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--config", "rl_think.py", *words.split()]
-    status, printed = ended(lambda: run("prepare", "", lambda *_: 0, argv, used=used), capsys)
+    status, printed = ended(
+        lambda: run_program("prepare", "", lambda *_: 0, argv, used_settings=used), capsys
+    )
     assert status == 2
     assert_one_line(printed, "no use for", words.split()[0].replace("no_", ""), named)
 

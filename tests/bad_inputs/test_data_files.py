@@ -30,7 +30,7 @@ DATA: dict[str, tuple[bytes | None, list[str]]] = {
     "bytes": (b"\xff\xfe\x00", ["line 1"]),
     "half a letter": (
         b'{"question": "1\\ud800", "answer": "2"}\n',
-        ["line 1", "half of a character"],
+        ["line 1", "an unpaired surrogate"],
     ),
     "deep": (b"[" * 100_000, ["line 1", "nested too deeply"]),
     "too long": (b'{"question": "' + b"1" * 300 + b'", "answer": "2"}\n', ["max_prompt_length"]),

@@ -224,7 +224,7 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
         for each in VARIANTS
     ]
     file = io.StringIO()
-    Console(file=file, width=width).print(*bench._build_tables(rows))
+    Console(file=file, width=width).print(*bench.build_tables(rows))
     words = file.getvalue().split()
     titles = (
         "draft sampling verify K acceptance length tokens a pass round cost tokens/s speed-up"

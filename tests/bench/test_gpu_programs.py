@@ -33,7 +33,7 @@ from jaxspec.compiled.serialized import (
     UnusableProgramError,
     compiler_versions,
 )
-from jaxspec.mesh import DATA, kind_in_scope, make_mesh, plain_twins
+from jaxspec.mesh import DATA, device_kind_in_scope, make_mesh, use_plain_kernels
 from tests.runs import ROOT
 
 OPTIONS = DEFAULTS["tiny"]
@@ -55,8 +55,8 @@ from jaxspec.compiled.serialized import ProgramFolder
 from jaxspec.mesh import make_mesh
 from tests.bench.test_gpu_programs import CELL, HERE, OPTIONS, answers
 
-folder = ProgramFolder.opened(Path(sys.argv[1]), HERE)
-begin, advance = (folder.load(name, jax.devices()[:1]) for name in ("prefill", "rounds"))
+folder = ProgramFolder.open_existing(Path(sys.argv[1]), HERE)
+begin, advance = (folder.load_program(name, jax.devices()[:1]) for name in ("prefill", "rounds"))
 print(json.dumps(answers(Cells(OPTIONS, make_mesh(1, 1, 1)), begin, advance)))
 """
 
@@ -215,7 +215,7 @@ def test_where_a_kernel_does_not_compile_its_plain_twin_is_taken_loudly(
     """With a stand-in for a card, since a CPU has no kernels."""
     said: list[str] = []
     programs = Programs(make_mesh(1, 1, 1), None, 1, said.append)
-    monkeypatch.setattr("jaxspec.mesh.accelerated", lambda mesh: True)
+    monkeypatch.setattr("jaxspec.mesh.has_accelerators", lambda mesh: True)
     plain: list[bool] = []
 
     def kernel(x: Any) -> Any:
@@ -240,9 +240,9 @@ def test_plain_twins_are_traced_as_if_there_were_no_gpu() -> None:
     seen = []
 
     def shard(x: Any) -> Any:
-        seen.append(kind_in_scope())
-        with plain_twins():
-            seen.append(kind_in_scope())
+        seen.append(device_kind_in_scope())
+        with use_plain_kernels():
+            seen.append(device_kind_in_scope())
         return x
 
     run = jax.shard_map(shard, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)

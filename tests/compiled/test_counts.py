@@ -99,7 +99,7 @@ def test_of_branches_the_dear_one_or_the_cheap_one() -> None:
 
     given = array(dtype=jnp.int32), array(T, D), array(D, D)
     assert cost(run, *given).flops == 2 * 2 * T * D * D
-    assert cost(run, *given, rarely=True).flops == 0
+    assert cost(run, *given, cheapest=True).flops == 0
 
 
 def test_a_loop_that_decides_by_itself_is_told_apart_or_taken_for_causal_attention() -> None:

@@ -226,7 +226,7 @@ def test_a_group_of_one_is_for_reinforce() -> None:
 def test_every_algorithm_is_built(name: str) -> None:
     config = with_algorithm(ResolvedConfig(), name)
     learner = build_step(config, small_mesh(), (1,), 40).learner
-    measures = learner.losses.measures
+    measures = learner.objective.metric_names
     assert ("kl" in measures) == (name == "grpo")
     assert ("ratio/mean" in measures) == (name != "rloo")
     assert learner.keeps_reference == learner.reads_reference == (name == "grpo")

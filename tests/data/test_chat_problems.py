@@ -60,13 +60,13 @@ def test_a_problem_may_be_a_chat_and_its_answer_inside_an_object(
 @pytest.mark.parametrize(
     ("chat", "told"),
     [
-        (["1+1="], "holds a list that is no chat"),
-        ([{"role": "user", "content": 3}], "holds a list that is no chat"),
+        (["1+1="], "holds a list that is not a chat"),
+        ([{"role": "user", "content": 3}], "holds a list that is not a chat"),
         (
             [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-            "holds a list that is no chat; .* parts of type 'text'",
+            "holds a list that is not a chat; .* parts of type 'text'",
         ),
-        ([{"role": "assistant", "content": "2"}], "the user must ask something"),
+        ([{"role": "assistant", "content": "2"}], "one of them must be the user's"),
         (
             [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}],
             "chat of 2 messages",

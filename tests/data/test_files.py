@@ -87,7 +87,7 @@ def test_what_json_has_no_word_for_is_text(tmp_path: Path) -> None:
 def test_a_damaged_file_and_a_wrong_column_are_named(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"PAR1 and no more")
-    with pytest.raises(ConfigError, match=r"damaged\.parquet: no parquet file .*write it anew"):
+    with pytest.raises(ConfigError, match=r"damaged\.parquet: not a readable .*write it again"):
         problems(str(damaged))
     with pytest.raises(ConfigError, match=r"absent\.parquet: No such file"):
         problems(str(tmp_path / "absent.parquet"))
@@ -243,8 +243,8 @@ def test_files_of_a_folder_are_read_likewise(tmp_path: Path, cache: Path) -> Non
 @pytest.mark.parametrize(
     ("names", "last", "told"),
     [
-        (["question", "answer", "answer"], b"3", "columns that are there more than once: answer;"),
-        (["question", "answer", "id"], b"\xff", "no parquet file that can be read .*write it anew"),
+        (["question", "answer", "answer"], b"3", "duplicate columns: answer;"),
+        (["question", "answer", "id"], b"\xff", "not a readable parquet file .*write it again"),
     ],
 )
 def test_tables_that_cannot_be_read_are_refused(

@@ -48,7 +48,7 @@ def all_brought(
 ) -> list[dict[int, list[list[int]]]]:
     """What each of several processes gets."""
     with ThreadPoolExecutor(len(histories)) as pool:
-        found = list(pool.map(lambda history: history.brought(askers), histories))
+        found = list(pool.map(lambda history: history.fetch_answers(askers), histories))
     return [
         {problem: [each.tolist() for each in answers] for problem, answers in one.items()}
         for one in found

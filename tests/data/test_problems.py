@@ -246,7 +246,7 @@ def test_reads_from_many_threads_agree(write):
         (
             rows(2),
             {"instruction": "\udcff"},
-            r"^data\.instruction is '\\udcff', which is no text in UTF-8",
+            r"^data\.instruction is '\\udcff', which is not valid UTF-8",
         ),
         (
             [{"question": "1+1=", "answer": r"\boxed{}"}],
@@ -273,12 +273,12 @@ def test_reads_from_many_threads_agree(write):
         (
             ['{"question": "1\\ud800", "answer": "2"}'],
             {},
-            "line 1: column 'question' holds half of a character",
+            "line 1: column 'question' holds an unpaired surrogate",
         ),
         (
             ['{"question": "1+1=", "answer": "\\udc00"}'],
             {},
-            "line 1: column 'answer' holds half of a character",
+            "line 1: column 'answer' holds an unpaired surrogate",
         ),
         (
             [{"question": " ", "answer": "2"}],
@@ -304,7 +304,7 @@ def test_reads_from_many_threads_agree(write):
         (
             [*rows(2), '{"question": "1\\ud800", "answer": "2"}'],
             {},
-            r"line 3: column 'question' holds half of a character",
+            r"line 3: column 'question' holds an unpaired surrogate",
         ),
         (rows(4), {"eval_prompts": 4}, "4 usable problems, of which data.eval_prompts = 4"),
     ],

@@ -33,12 +33,12 @@ def test_a_verifier_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_workers_are_bounded_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshes, "cores", lambda: 2)
+    monkeypatch.setattr(meshes, "core_count", lambda: 2)
     assert count_workers(0) == 1
     assert count_workers(8) == 8
     with pytest.raises(ConfigError, match=r"reward\.workers is 9, .* 2 cores .*workers 8 or less"):
         make_scorers(config(verifier="math", workers=9))
-    monkeypatch.setattr(meshes, "cores", lambda: 1000)
+    monkeypatch.setattr(meshes, "core_count", lambda: 1000)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**19}.get)
     assert count_workers(0) == 4
     with pytest.raises(ConfigError, match=r"2 GiB of memory, runs at most 4 .*512 MiB"):
@@ -176,10 +176,10 @@ def test_functions_of_other_projects_are_called_in_their_form(judged: Any) -> No
         ("one_number", "it returned a float for 2 rows; return a list with a number for each row"),
         ("text", "it returned a str for 2 rows"),
         ("dictionary", "it returned a dictionary for 2 rows"),
-        ("texts", "it gave '1.0', which is no number but text"),
-        ("dictionaries", r"it gave a dictionary, \{'score': 1.0\}, in place of a number"),
+        ("texts", "it returned the text '1.0', not a number"),
+        ("dictionaries", r"it returned the dictionary \{'score': 1.0\}, not a number"),
         ("no_column", r"tried on the responses .*KeyError: 'bonus' \(own.py, line 32\)"),
-        ("late", "a call was not through in time; .* or raise --reward.deadline"),
+        ("late", "a call exceeded reward.deadline; .* or raise --reward.deadline"),
         ("only_stated", "IndexError"),
     ],
 )

@@ -18,9 +18,9 @@ from jaxspec.config.settings import (
 )
 from jaxspec.drafts.base import Context, Draft, Proposal
 from jaxspec.drafts.kinds import build_draft, build_network, check_fits
-from jaxspec.drafts.lookup import history, ngram, preferring
-from jaxspec.drafts.model import external
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.lookup import history_draft, ngram_draft, prefer_lookup
+from jaxspec.drafts.model import model_draft
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
@@ -61,13 +61,13 @@ class Built(NamedTuple):
 BUILT = [
     Built(
         DraftConfig(kind="eagle3", draft_length=2, vocab=6, ffn=12),
-        recurrent(2, (1, 2, 3)),
+        recurrent_draft(2, (1, 2, 3)),
         network=Eagle3,
         shapes={"fuse": (48, 16), "head": (16, 6), "vocabulary": (6,), "first.gate": (1, 16, 12)},
     ),
     Built(
         DraftConfig(kind="eagle3", draft_length=2, path="a head"),
-        recurrent(2, (0, 4)),
+        recurrent_draft(2, (0, 4)),
         network=Eagle3,
         shapes={
             "fuse": (32, 8),
@@ -85,46 +85,46 @@ BUILT = [
     ),
     Built(
         DraftConfig(kind="model", draft_length=2, path="a model"),
-        external(2),
+        model_draft(2),
         network=Decoder,
         shapes={"embedding": (11, 8), "layers.query": (3, 8, 2, 4)},
         loaded={"draft_model": tiny_model(layers=3, embed=8, heads=2, kv_heads=1)},
     ),
     Built(
         DraftConfig(kind="mtp", draft_length=3, layers=2, embedding_first=False),
-        recurrent(3, depth=2),
+        recurrent_draft(3, depth=2),
         network=Mtp,
         shapes={"project": (2, 32, 16), "layers.gate": (2, 16, 24)},
     ),
     Built(
         DraftConfig(kind="model", draft_length=2, layers=2, ffn=8),
-        external(2),
+        model_draft(2),
         network=Decoder,
         shapes={"embedding": (11, 16), "layers.query": (2, 16, 4, 4), "layers.gate": (2, 16, 8)},
     ),
     Built(
         DraftConfig(kind="ngram", draft_length=3),
-        ngram(3, "hf", 1, 3, ENDS),
+        ngram_draft(3, "hf", 1, 3, ENDS),
         LookupConfig(rule="hf", min_match=1, max_match=3),
     ),
     Built(
         DraftConfig(kind="ngram", draft_length=3),
-        ngram(3, "vllm", 1, 3, ENDS),
+        ngram_draft(3, "vllm", 1, 3, ENDS),
         LookupConfig(rule="vllm", min_match=1, max_match=3),
     ),
     Built(
         DraftConfig(kind="ngram", draft_length=4),
-        ngram(4, "latest", 2, 2, ENDS),
+        ngram_draft(4, "latest", 2, 2, ENDS),
         LookupConfig(rule="latest", min_match=2, max_match=2),
     ),
     Built(
         DraftConfig(kind="history", draft_length=3),
-        history(3, GROUP, 1, 3),
+        history_draft(3, GROUP, 1, 3),
         LookupConfig(min_match=1, max_match=3),
     ),
     Built(
         DraftConfig(kind="eagle3", draft_length=2),
-        preferring(history(2, GROUP, 1, 3), recurrent(2, (1, 2, 3))),
+        prefer_lookup(history_draft(2, GROUP, 1, 3), recurrent_draft(2, (1, 2, 3))),
         LookupConfig(beside="history", min_match=1, max_match=3),
         network=Eagle3,
         shapes={"head": (16, 11), "first.gate": (1, 16, 24)},
@@ -168,7 +168,7 @@ def proposing(draft: Draft, network: Any) -> Lowered:
         )
         context = Context(state.rollout.tokens, state.rollout.lengths)
         return draft.propose(
-            network, target, state.draft, state.caches.draft, context, likeliest, draft.length
+            network, target, state.draft, state.caches.draft, context, likeliest, draft.max_length
         )[2]
 
     return jax.jit(run).lower(tiny_network(Decoder, tiny_model(), 1), network, texts())
@@ -184,7 +184,7 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     network = tiny_network(lambda _, key: build_network(config.draft_spec, key), config.model, 2)
     assert draft is not None
     assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
-    assert draft.length == case.draft.draft_length
+    assert draft.max_length == case.draft.draft_length
     assert type(network) is (case.network or type(None))
     if network is not None:
         sizes = {name: value.shape for name, value in numpy_weights(network).items()}
@@ -197,7 +197,7 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
         np.asarray, program.compile()(tiny_network(Decoder, tiny_model(), 1), network, texts())
     )
     assert found.tokens.shape == (8 * GROUP, case.draft.draft_length)
-    assert (found.offered > 0).any()
+    assert (found.lengths > 0).any()
     if case.draft.draft_vocab:
         assert (found.tokens < case.draft.draft_vocab).all()
 

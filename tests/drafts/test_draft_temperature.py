@@ -19,13 +19,20 @@ def measured(overlap: list[list[list[float]]]) -> Statistics:
 
 
 def test_nothing_measured_means_the_temperature_of_the_rollout() -> None:
-    assert draft_temperature.choose(draft_temperature.start(3, GRID), GRID).tolist() == [2, 2, 2]
-    assert draft_temperature.choose(draft_temperature.start(3, (0.7,)), (0.7,)).tolist() == [
+    assert draft_temperature.choose_factors(
+        draft_temperature.init_overlap(3, GRID), GRID
+    ).tolist() == [2, 2, 2]
+    assert draft_temperature.choose_factors(
+        draft_temperature.init_overlap(3, (0.7,)), (0.7,)
+    ).tolist() == [
         0,
         0,
         0,
     ]
-    assert draft_temperature.choose(draft_temperature.start(0, GRID), GRID).tolist() == []
+    assert (
+        draft_temperature.choose_factors(draft_temperature.init_overlap(0, GRID), GRID).tolist()
+        == []
+    )
 
 
 def test_each_depth_takes_its_best_factor_summed_over_groups() -> None:
@@ -34,20 +41,22 @@ def test_each_depth_takes_its_best_factor_summed_over_groups() -> None:
         [[0.0, 3.0, 2.0, 0.0], [4.0, 1.0, 1.0, 1.0], [0.0] * 4],
         [[0.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 2.0], [0.0] * 4],
     ]
-    sums = draft_temperature.update(draft_temperature.start(3, GRID), measured(overlap))
-    assert draft_temperature.choose(sums, GRID).tolist() == [2, 0, 2]
+    sums = draft_temperature.update_overlap(
+        draft_temperature.init_overlap(3, GRID), measured(overlap)
+    )
+    assert draft_temperature.choose_factors(sums, GRID).tolist() == [2, 0, 2]
 
 
 def test_old_batches_fade() -> None:
     """A draft that has become sharper is followed after some batches, not at once, however long the
     past was."""
-    sums = draft_temperature.start(1, GRID)
+    sums = draft_temperature.init_overlap(1, GRID)
     for _ in range(50):
-        sums = draft_temperature.update(sums, measured([[[0.0, 9.0, 6.0, 0.0]]]))
-    assert draft_temperature.choose(sums, GRID).tolist() == [1]
+        sums = draft_temperature.update_overlap(sums, measured([[[0.0, 9.0, 6.0, 0.0]]]))
+    assert draft_temperature.choose_factors(sums, GRID).tolist() == [1]
     followed = 0
-    while draft_temperature.choose(sums, GRID).tolist() == [1]:
-        sums = draft_temperature.update(sums, measured([[[0.0, 6.0, 9.0, 0.0]]]))
+    while draft_temperature.choose_factors(sums, GRID).tolist() == [1]:
+        sums = draft_temperature.update_overlap(sums, measured([[[0.0, 6.0, 9.0, 0.0]]]))
         followed += 1
     assert 1 < followed < 10
 

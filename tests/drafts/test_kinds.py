@@ -23,21 +23,21 @@ def _repeat(spec, stop_ids):
     length = spec.max_length
 
     def propose(network, target, state, cache, context, sample, length):
-        last = context.at(context.lengths[:, None] - 1)
+        last = context.tokens_at(context.lengths[:, None] - 1)
         tokens = jnp.broadcast_to(last, (len(last), length))
-        offered = jnp.full(len(last), length, jnp.int32)
-        return state, cache, Proposal(tokens=tokens, logits=None, offered=offered)
+        lengths = jnp.full(len(last), length, jnp.int32)
+        return state, cache, Proposal(tokens=tokens, logits=None, lengths=lengths)
 
     return Draft(
-        length=length,
+        max_length=length,
         taps=(),
-        draws=False,
+        is_stochastic=False,
         empty_cache=lambda network, rows, positions: None,
-        start=lambda network, target, prompts: (),
-        read=lambda network, target, state, cache, pieces, features: (state, cache),
+        init_state=lambda network, target, prompts: (),
+        prefill=lambda network, target, state, cache, pieces, features: (state, cache),
         catch_up=lambda network, target, state, cache, context: (state, cache),
         propose=propose,
-        commit=lambda state, kept: state,
+        commit=lambda state, committed: state,
     )
 
 
@@ -50,7 +50,7 @@ NAMES = (
 CHOICE = (
     '        case "mtp":\n',
     '        case "repeat":\n'
-    "            from jaxspec.drafts.repeat import REPEAT as found\n"
+    "            from jaxspec.drafts.repeat import REPEAT as kind\n"
     '        case "mtp":\n',
 )
 SMALL = (

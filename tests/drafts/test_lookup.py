@@ -10,10 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal
-from jaxspec.drafts.lookup import HistoryState, PreferringState, history, ngram, preferring
-from jaxspec.drafts.model import external
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.base import Committed, Context, Draft, Proposal
+from jaxspec.drafts.lookup import (
+    CombinedState,
+    HistoryState,
+    history_draft,
+    ngram_draft,
+    prefer_lookup,
+)
+from jaxspec.drafts.model import model_draft
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
 from tests.conftest import eagle3, tiny_model, tiny_network, tiny_prompts
@@ -48,20 +54,20 @@ def refuse(logits: Any, offset: int) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def propose(draft: Draft, state: Any, tokens: jax.Array, lengths: jax.Array) -> Proposal:
-    return draft.propose(None, TARGET, state, None, Context(tokens, lengths), refuse, draft.length)[
-        2
-    ]
+    return draft.propose(
+        None, TARGET, state, None, Context(tokens, lengths), refuse, draft.max_length
+    )[2]
 
 
 def offered(draft: Draft, texts: list[list[int]], width: int, state: Any = ()) -> list[list[int]]:
     """The tokens really offered to each row."""
     proposal = propose(draft, state, *rows_of(texts, width))
     assert proposal.logits is None
-    assert proposal.tokens.shape == (len(texts), draft.length)
+    assert proposal.tokens.shape == (len(texts), draft.max_length)
     return [
         row[:count].tolist()
         for row, count in zip(
-            np.asarray(proposal.tokens), np.asarray(proposal.offered), strict=True
+            np.asarray(proposal.tokens), np.asarray(proposal.lengths), strict=True
         )
     ]
 
@@ -98,7 +104,7 @@ def test_ngram_offers_what_a_plain_search_finds(
     assert len({len(tokens) for tokens in wanted}) == length + 1, (
         "the texts must show every number of tokens"
     )
-    assert offered(ngram(length, rule, min_match, max_match), texts, 24) == wanted
+    assert offered(ngram_draft(length, rule, min_match, max_match), texts, 24) == wanted
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,9 @@ def test_ngram_offers_what_a_plain_search_finds(
     ],
 )
 def test_ngram_examples(rule: Any, text: list[int], wanted: list[int]) -> None:
-    assert offered(ngram(3, rule, 1, 2, (8, 9) if rule == "hf" else ()), [text], 10) == [wanted]
+    assert offered(ngram_draft(3, rule, 1, 2, (8, 9) if rule == "hf" else ()), [text], 10) == [
+        wanted
+    ]
 
 
 @pytest.mark.hf
@@ -141,7 +149,7 @@ def test_hf_rule_is_transformers_prompt_lookup(length: int, max_match: int) -> N
     wanted = [
         generator.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist() for text in texts
     ]
-    assert offered(ngram(length, "hf", 1, max_match, (0, 5)), texts, 20) == wanted
+    assert offered(ngram_draft(length, "hf", 1, max_match, (0, 5)), texts, 20) == wanted
 
 
 def remembered(
@@ -187,8 +195,8 @@ def test_history_finds_the_best_place_of_all_texts(
             history=jnp.stack([tokens.reshape(kept, 20) for tokens, _ in padded]),
             history_lengths=jnp.stack([lengths for _, lengths in padded]),
         )
-        draft = history(length, size, min_match, max_match)
-        state = repeated(draft.start(None, TARGET, prompts), size)
+        draft = history_draft(length, size, min_match, max_match)
+        state = repeated(draft.init_state(None, TARGET, prompts), size)
         wanted = [
             remembered(
                 texts[row - row % size :][:size],
@@ -201,7 +209,7 @@ def test_history_finds_the_best_place_of_all_texts(
             for row in range(groups * size)
         ]
         assert offered(draft, texts, width, state) == wanted
-        alone = offered(ngram(length, "latest", min_match, max_match), texts, width)
+        alone = offered(ngram_draft(length, "latest", min_match, max_match), texts, width)
         assert sum(len(tokens) for tokens in wanted) > sum(len(tokens) for tokens in alone)
 
 
@@ -219,11 +227,14 @@ def test_slots_offer_what_their_rows_would() -> None:
     earlier = random_texts(groups, 20, 3, 7)
     kept, kept_lengths = rows_of([earlier[min(number // size, groups - 1)] for number in row], 20)
     state = HistoryState(texts=kept[:, None], lengths=kept_lengths[:, None])
-    for draft, given in ((history(length, size, 1, 3), state), (ngram(length, "latest", 1, 3), ())):
+    for draft, given in (
+        (history_draft(length, size, 1, 3), state),
+        (ngram_draft(length, "latest", 1, 3), ()),
+    ):
 
         @jax.jit
         def proposed(given: Any, context: Context, draft: Draft = draft) -> Proposal:
-            return draft.propose(None, TARGET, given, None, context, refuse, draft.length)[2]
+            return draft.propose(None, TARGET, given, None, context, refuse, draft.max_length)[2]
 
         found = jax.tree.map(np.asarray, proposed(given, context))
         for slot, number in enumerate(row[:9]):
@@ -233,25 +244,25 @@ def test_slots_offer_what_their_rows_would() -> None:
             ]
             remembers = remembered(group, number % size, [earlier[number // size]], length, 1, 3)
             wanted = remembers if given else searched(own, length, 1, 3, True)
-            assert found.tokens[slot, : found.offered[slot]].tolist() == wanted
+            assert found.tokens[slot, : found.lengths[slot]].tolist() == wanted
 
 
 @pytest.mark.parametrize("lengths", [(0, 1, 2), (2, 0, 2), (2, 3, 2)])
 def test_wrong_lengths_are_named(lengths: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match=f"{lengths[0]} tokens after {lengths[1]} to {lengths[2]}"):
-        ngram(lengths[0], "vllm", *lengths[1:])
+        ngram_draft(lengths[0], "vllm", *lengths[1:])
     with pytest.raises(ValueError, match=f"{lengths[0]} tokens after {lengths[1]} to {lengths[2]}"):
-        history(lengths[0], 2, *lengths[1:])
+        history_draft(lengths[0], 2, *lengths[1:])
 
 
 def test_preferring_needs_a_lookup_and_a_draft_that_draws() -> None:
     for lookup, learned in [
-        (ngram(2, "vllm", 1, 2), external(3)),
-        (external(3), external(3)),
-        (ngram(3, "hf", 1, 2), ngram(3, "hf", 1, 2)),
+        (ngram_draft(2, "vllm", 1, 2), model_draft(3)),
+        (model_draft(3), model_draft(3)),
+        (ngram_draft(3, "hf", 1, 2), ngram_draft(3, "hf", 1, 2)),
     ]:
         with pytest.raises(ValueError, match="cannot stand before"):
-            preferring(lookup, learned)
+            prefer_lookup(lookup, learned)
 
 
 @pytest.mark.slow
@@ -260,9 +271,9 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
     learned draft after all of the text."""
     length, vocab, width = 3, 11, 32
     network = tiny_network(Decoder, tiny_model(embed=8), 3, 1.5)
-    lookup = ngram(length, "latest", 2, 4)
-    both = preferring(lookup, external(length))
-    assert (both.draws, both.taps, both.length) == (True, (), length)
+    lookup = ngram_draft(length, "latest", 2, 4)
+    both = prefer_lookup(lookup, model_draft(length))
+    assert (both.is_stochastic, both.taps, both.max_length) == (True, (), length)
     random = np.random.default_rng(0)
     # Two rows repeat themselves, one does not, and one does so once.
     text = random.integers(0, vocab, (4, width)).astype(np.int32)
@@ -281,7 +292,7 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
         tokens: jax.Array,
         lengths: jax.Array,
         drafted: jax.Array,
-    ) -> tuple[PreferringState, Any, Proposal]:
+    ) -> tuple[CombinedState, Any, Proposal]:
         def sample(logits: jax.Array, offset: int) -> jax.Array:
             only = jnp.sum(jnp.isfinite(logits), axis=-1) == 1  # then it is drawn
             return jnp.where(
@@ -307,7 +318,7 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
         given = (jnp.asarray(array, jnp.int32) for array in (tokens, lengths, drafted))
         state, cache, proposal = propose(network, state, cache, *given)
         assert proposal.logits is not None
-        np.testing.assert_array_equal(proposal.offered, length)
+        np.testing.assert_array_equal(proposal.lengths, length)
         for row, search in enumerate(searches):
             logits = np.asarray(proposal.logits[row])
             if len(search) == length:
@@ -327,7 +338,7 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
         coming = text[np.arange(4)[:, None], lengths[:, None] + np.arange(length + 1)]
         true = np.cumprod(np.asarray(proposal.tokens) == coming[:, :length], axis=1).sum(1)
         positions = (lengths[:, None] - 1 + np.arange(length + 1)).astype(np.int32)
-        kept = Kept(
+        kept = Committed(
             jnp.asarray(coming),
             jnp.zeros((4, length + 1, 0)),
             jnp.asarray(positions),
@@ -344,8 +355,8 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
 
 
 def test_preferring_hands_everything_on_to_both() -> None:
-    learned = recurrent(2, (1, 2, 3))
-    both = preferring(ngram(2, "vllm", 1, 2), learned)
+    learned = recurrent_draft(2, (1, 2, 3))
+    both = prefer_lookup(ngram_draft(2, "vllm", 1, 2), learned)
     assert both.taps == (1, 2, 3)
     target = tiny_network(Decoder, tiny_model(dtype="float32"))
     network = tiny_network(eagle3, tiny_model(dtype="float32"), 1)
@@ -359,7 +370,7 @@ def test_preferring_hands_everything_on_to_both() -> None:
     assert cache is not None
     assert all(leaf.any() for leaf in jax.tree.leaves((cache.keys, cache.values)))
     ours_repeated, alone = repeated(state, 2), repeated(wanted, 2)
-    kept = Kept(
+    kept = Committed(
         jnp.zeros((4, 3), jnp.int32),
         jnp.ones((4, 3, 48), jnp.float32),
         jnp.full((4, 3), 7, jnp.int32),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Context, Kept, Proposal
-from jaxspec.drafts.model import ModelState, external
+from jaxspec.drafts.base import Committed, Context, Proposal
+from jaxspec.drafts.model import ModelState, model_draft
 from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
@@ -21,7 +21,7 @@ from tests.whole_texts import read_whole
 pytestmark = pytest.mark.usefixtures("x64")
 
 LENGTH, ROWS, WIDTH, SLOTS, VOCAB = 3, 4, 5, 48, 11
-DRAFT = external(LENGTH)
+DRAFT = model_draft(LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def proposed(
         network, held, tokens, jnp.asarray(lengths, jnp.int32), jnp.asarray(drafted)
     )
     np.testing.assert_array_equal(proposal.tokens, drafted)
-    np.testing.assert_array_equal(proposal.offered, drafts)
+    np.testing.assert_array_equal(proposal.lengths, drafts)
     assert proposal.logits is not None
     scratch = prefill(network, committed(text, lengths, 7), jnp.asarray(lengths, jnp.int32))
     for row, length in enumerate(lengths):
@@ -125,20 +125,20 @@ def proposed(
     return held
 
 
-def kept_block(text: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int) -> Kept:
+def kept_block(text: np.ndarray, lengths: np.ndarray, count: np.ndarray, drafts: int) -> Committed:
     """What a round of so many drafts commits."""
     positions = (lengths[:, None] - 1 + np.arange(drafts + 1)).astype(np.int32)
-    return Kept(
+    return Committed(
         tokens=jnp.asarray(text[np.arange(len(text))[:, None], positions + 1]),
         features=jnp.zeros((*positions.shape, 0)),
         positions=jnp.asarray(positions),
-        length=jnp.asarray(count, jnp.int32),
+        lengths=jnp.asarray(count, jnp.int32),
     )
 
 
 def test_it_reads_nothing_of_the_target(network: Decoder) -> None:
     assert DRAFT.taps == ()
-    assert DRAFT.draws
+    assert DRAFT.is_stochastic
 
 
 def test_repeat_gives_each_row_of_a_group_its_prompts_state(network: Decoder) -> None:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal
-from jaxspec.drafts.recurrent import RecurrentState, recurrent
+from jaxspec.drafts.base import Committed, Context, Draft, Proposal
+from jaxspec.drafts.recurrent import RecurrentState, recurrent_draft
 from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
@@ -66,7 +66,7 @@ MORE = [
 def case(x64: None, request: pytest.FixtureRequest) -> Case:
     kind, depth = request.param, DEPTHS[request.param]
     taps = (1, 2, 3) if "eagle3" in kind else ()
-    draft = recurrent(LENGTH, taps, depth)
+    draft = recurrent_draft(LENGTH, taps, depth)
     target = tiny_network(Decoder, tiny_model(), 1, 1.5)
     head = functools.partial(eagle3, sizes={"layers": 2 if kind == "eagle3 of 2" else 1})
     network = tiny_network(
@@ -178,19 +178,19 @@ def kept_block(
     lengths: np.ndarray,
     count: np.ndarray,
     drafts: int,
-) -> Kept:
+) -> Committed:
     """What a round commits; beyond the cut stands junk."""
     positions = (lengths[:, None] - 1 + np.arange(drafts + 1)).astype(np.int32)
     beyond = np.arange(drafts + 1) >= count[:, None]
     row = np.arange(len(text))[:, None]
-    return Kept(
+    return Committed(
         tokens=jnp.asarray(
             np.where(beyond, random.integers(0, VOCAB, positions.shape), text[row, positions + 1]),
             jnp.int32,
         ),
         features=jnp.asarray(np.where(beyond[..., None], 50.0, features[row, positions])),
         positions=jnp.asarray(positions),
-        length=jnp.asarray(count, jnp.int32),
+        lengths=jnp.asarray(count, jnp.int32),
     )
 
 
@@ -229,7 +229,7 @@ def test_every_round_equals_a_prefill_from_scratch(case: Case) -> None:
         if drafts:
             held, proposal = case.propose(held, committed(text, lengths), lengths, drafted)
             np.testing.assert_array_equal(proposal.tokens, drafted)
-            np.testing.assert_array_equal(proposal.offered, np.where(lengths > 1, drafts, 0))
+            np.testing.assert_array_equal(proposal.lengths, np.where(lengths > 1, drafts, 0))
             # Row by row: a draft that reads the committed text as its prompt.
             scratch = case.prefill(committed(text, lengths, 7), lengths, features)
             scratch, wanted = case.propose(scratch, committed(text, lengths), lengths, drafted)

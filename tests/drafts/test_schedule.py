@@ -12,24 +12,24 @@ def rollout(length: float, drafted: int = 100) -> Statistics:
     """100 rounds with a draft, each of which kept `length` tokens on average."""
     nothing = no_statistics(1, 1, 2, 1, jnp.float32)
     return nothing.replace(
-        drafted=jnp.array([[drafted, drafted]], jnp.int32),
-        kept=jnp.array([[round(length * drafted), 0, 0, 0]], jnp.int32),
+        draft_rounds=jnp.array([[drafted, drafted]], jnp.int32),
+        quarter_tokens=jnp.array([[round(length * drafted), 0, 0, 0]], jnp.int32),
     )
 
 
 def learns(lengths: list[float]) -> list[bool]:
     """Whether the draft would learn after each of these rollouts."""
-    trend, told = schedule.start(), []
+    trend, told = schedule.init_trend(), []
     for length in lengths:
-        trend = schedule.observed(trend, rollout(length))
-        told.append(bool(schedule.while_worth_it(trend, jnp.int32(0))))
+        trend = schedule.update_trend(trend, rollout(length))
+        told.append(bool(schedule.train_while_useful(trend, jnp.int32(0))))
     return told
 
 
 @pytest.mark.parametrize("batches", [1, 2, 5])
 def test_every_so_many_batches(batches: int) -> None:
-    chosen = schedule.every(batches)
-    trend = schedule.start()
+    chosen = schedule.train_every(batches)
+    trend = schedule.init_trend()
     told = [bool(chosen(trend, jnp.int32(version))) for version in range(10)]
     assert told == [version % batches == 0 for version in range(10)]
 
@@ -48,6 +48,6 @@ def test_a_draft_learns_until_it_rises_no_more_and_again_where_it_falls_behind()
 
 
 def test_a_rollout_without_drafts_says_nothing() -> None:
-    trend = schedule.observed(schedule.start(), rollout(2.5))
-    same = schedule.observed(trend, rollout(0.0, drafted=0))
+    trend = schedule.update_trend(schedule.init_trend(), rollout(2.5))
+    same = schedule.update_trend(trend, rollout(0.0, drafted=0))
     assert (float(same.length), float(same.best), int(same.stale)) == (2.5, 2.5, 0)

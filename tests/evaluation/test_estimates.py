@@ -97,7 +97,7 @@ def test_a_set_of_known_answers() -> None:
     assert found["cons@4"][::3] == pytest.approx((0.5, 3))
     assert found["reward"][::3] == pytest.approx(((1 + 0.75 - 0.5) / 3, 3))
     assert found["reward"].low < 0
-    alike = estimate_metrics(tally._replace(reward=tally.correct_count), 4, has_votes=True)
+    alike = estimate_metrics(tally._replace(reward_sum=tally.correct_count), 4, has_votes=True)
     assert alike["reward"] == alike["avg@4"]
     assert "cons@4" not in estimate_metrics(tally, 4, has_votes=False)
     assert list(estimate_metrics(tally, 1, has_votes=True)) == ["avg@1", "reward"]

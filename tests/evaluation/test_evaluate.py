@@ -24,9 +24,9 @@ from jaxspec.data.problems import load_sets
 from jaxspec.evaluate import claim_folder, evaluation_config, require_draft_weights
 from jaxspec.evaluation import program
 from jaxspec.evaluation.records import RecordFile
-from jaxspec.host import fit as memory
+from jaxspec.evaluation import program
 from jaxspec.host.job import Job, make_job
-from jaxspec.host.loaded_run import Run
+from jaxspec.host.loaded_run import SavedRun
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.scorer import Scorer, SetScorers
 from jaxspec.step import Step
@@ -35,9 +35,9 @@ from tests.conftest import small_mesh, tiny_config, tiny_model
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def run_of(**changes: Any) -> Run:
+def run_of(**changes: Any) -> SavedRun:
     config = ResolvedConfig(**{"rollout": RolloutConfig(temperature=0.7), **changes})
-    return Run(Path("runs/mine"), 12, config)
+    return SavedRun(Path("runs/mine"), 12, config)
 
 
 def test_a_checkpoint_is_evaluated_as_its_run_generates() -> None:
@@ -88,7 +88,7 @@ def asking(job: Job, monkeypatch: pytest.MonkeyPatch) -> Step:
         found.append(step)
         raise Enough
 
-    monkeypatch.setattr(memory, "fitted", enough)
+    monkeypatch.setattr(program, "fit_step", enough)
     sets = load_sets(job.config, job.tokenizer)
     with pytest.raises(Enough):
         program.compile_evaluator(job, sets, SetScorers((Scorer(),)))

@@ -64,7 +64,7 @@ class Policy:
     def __call__(self, state: Any, prompts: Prompts) -> tuple[Any, Rollout]:
         self.calls += 1
         rows = PROMPTS * GROUP
-        like = self.job.step.nothing_finished(rows).rollout
+        like = self.job.step.empty_scored_rollout(rows).rollout
         tokens = np.zeros(like.tokens.shape, np.int32)
         starts, ends, status = np.zeros(rows, int), np.ones(rows, int), np.zeros(rows, int)
         tokenizer = self.job.tokenizer
@@ -192,7 +192,7 @@ def test_the_best_checkpoint_is_known_by_its_metric(
         metrics = {"eval/sums/avg@4": value}
         assert kept.is_best(metrics) == best
         if best:
-            kept.keep(number, arrays, {}, None, metrics)
+            kept.save_best(number, arrays, {}, None, metrics)
     assert not kept.is_best({"eval/sums/avg@4": float("nan")})
     kept.close()
     assert [entry.name for entry in (tmp_path / "best").iterdir() if entry.name.isdigit()] == ["4"]
@@ -210,13 +210,16 @@ def test_a_resumed_run_keeps_the_records_that_it_will_not_make_again(
 ) -> None:
     """The batch that is pending: its evaluation is in its line, or is made once more."""
     evaluations = Evaluations(job, evaluator, tmp_path)
-    state, finished = jax.eval_shape(job.step.fresh), job.step.nothing_finished(PROMPTS * GROUP)
+    state, finished = (
+        jax.eval_shape(job.step.init_random_state),
+        job.step.empty_scored_rollout(PROMPTS * GROUP),
+    )
     for metrics, kept in (({"eval/sums/avg@4": 0.5}, [0, 4]), ({}, [0])):
         lines = [{"step": step, "set": "sums"} for step in (0, 4, 8)]
         (tmp_path / "evaluations.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
         queue = [QueuedBatch(finished, BatchRecord(4, metrics, []))]
         run = RunState(state, empty_history(CONFIG), queue, generated=5, learned=4)
-        evaluations.cut_back(run)
+        evaluations.truncate_records(run)
         assert [record["step"] for record in RecordFile(tmp_path, 0).load_records()] == kept
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.mtp import mtp_arrays, mtp_form
+from jaxspec.drafts.mtp import find_mtp_layers, mtp_arrays
 from jaxspec.hf.draft_tensors import replace_leaves
 from jaxspec.hf.eagle3_config import HeadFormat, head_config_json, parse_head_config
 from jaxspec.hf.eagle3_tensors import head_arrays, normalize_names, reconcile_with_tensors
@@ -325,8 +325,11 @@ def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bo
     np.testing.assert_array_equal(tensors[name], numpy_weights(made)["project"][1].T)
     bias = "model.mtp_layers.0.self_attn.q_proj.bias"
     assert (bias in tensors) != embedding_first
-    assert mtp_form([*tensors, "model.layers.3.mlp.up_proj.weight"], 36) == (2, embedding_first)
-    assert mtp_form(["model.layers.36.mlp.up_proj.weight"], 36) == (0, True)
+    assert find_mtp_layers([*tensors, "model.layers.3.mlp.up_proj.weight"], 36) == (
+        2,
+        embedding_first,
+    )
+    assert find_mtp_layers(["model.layers.36.mlp.up_proj.weight"], 36) == (0, True)
     copies = {
         "model.layers.36.embed_tokens.weight": lent()["embedding"],
         "model.layers.37.shared_head.head.weight": lent()["head"].T,

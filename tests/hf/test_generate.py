@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.lookup import ngram, preferring
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.lookup import ngram_draft, prefer_lookup
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.rollout.settings import Settings
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         key=lambda token: sum(len(cut(each, token)) for each in endless),
     )
     policy = load(tmp_path, dtype="float64")
-    draft = preferring(ngram(3, "vllm", 1, 3), recurrent(3, (1, 2, 3)))
+    draft = prefer_lookup(ngram_draft(3, "vllm", 1, 3), recurrent_draft(3, (1, 2, 3)))
     settings = Settings(1, NEW, Processing(stop_ids=(end,), temperature=0.0), None)
     found = compiled(draft, settings)((policy, tiny_network(eagle3, policy.config, 2)), prompts)
     for row, length in enumerate(LENGTHS):
@@ -92,7 +92,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     assert found.statistics.accepted.sum() > 5  # several tokens of a block are kept
     assert (found.statistics.rounds < kept).any()
     # and others are overwritten
-    assert found.statistics.accepted[:, 0].sum() < found.statistics.drafted[:, 0].sum()
+    assert found.statistics.accepted[:, 0].sum() < found.statistics.draft_rounds[:, 0].sum()
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_thousand_coupled_tokens_are_those_of_plain_decoding(tmp_path: Path) -
     policy, prompts = load(tmp_path, dtype="float64"), prompts_of((3, 7))
     settings = Settings(2, 1000, Processing(), None)
     plain = compiled(None, settings)((policy, None), prompts)
-    found = compiled(recurrent(3, (1, 2, 3)), settings)(
+    found = compiled(recurrent_draft(3, (1, 2, 3)), settings)(
         (policy, tiny_network(eagle3, policy.config, 2)), prompts
     )
     assert (plain.lengths - plain.prompt_lengths).tolist() == [1000] * 4

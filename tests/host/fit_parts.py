@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig, ResolvedConfig
-from jaxspec.host import fit as memory
+from jaxspec.host import memory
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
@@ -18,7 +18,7 @@ def step_of(config: ResolvedConfig, data: int = 2, tensor: int = 1) -> Step:
 
 
 def sizes(step: Step, programs: Any = None) -> dict[str, int]:
-    return {part.name: part.size for part in memory.parts(step, PROMPTS, programs or {})}
+    return {part.name: part.size for part in memory.list_memory_uses(step, PROMPTS, programs or {})}
 
 
 def plain_config(tokens: int) -> ResolvedConfig:

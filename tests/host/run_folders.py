@@ -59,7 +59,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def refusal(job: Job) -> str:
     """What holding the folder is refused with; nothing in it may have changed."""
     before = content(Path(job.config.workdir))
-    with pytest.raises(ConfigError) as refused, workdir.held(job):
+    with pytest.raises(ConfigError) as refused, workdir.lock_workdir(job):
         pass
     assert content(Path(job.config.workdir)) == before
     assert "\n" not in str(refused.value)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.build import Automatic
+from jaxspec.build import AutomaticSizes
 from jaxspec.config.settings import (
     DynamicSamplingConfig,
     EngineConfig,
@@ -18,10 +18,12 @@ from jaxspec.config.settings import (
     LoraConfig,
     MeshConfig,
 )
-from jaxspec.host import fit as memory
-from jaxspec.host.programs import abstract, ahead, put
+from jaxspec.host import fit as fitting
+from jaxspec.host import memory
+from jaxspec.host.fit import fit_step
+from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.run.schedules import Runner
+from jaxspec.run.schedules import StepSchedule
 from jaxspec.step import Step
 from tests.conftest import tiny_config
 from tests.host.fit_parts import MODEL, PROMPTS, plain_config, sizes, step_of
@@ -45,19 +47,19 @@ def test_parts_are_what_then_lies_on_a_device(data: int, tensor: int) -> None:
     config = tiny_config(MODEL, mesh=split, kl=kl, dynamic_sampling=fills)
     step = step_of(config, data, tensor)
     found = sizes(step)
-    state = jax.jit(step.fresh, out_shardings=step.state_shardings())()
+    state = jax.jit(step.init_random_state, out_shardings=step.state_shardings())()
     assert found["policy weights"] == on_one_device(state.learner.policy.network)
     assert found["the policy's optimizer"] == on_one_device(state.learner.policy.optimizer)
     assert found["the draft and its optimizer"] == on_one_device(state.learner.draft)
     assert found["the reference policy"] == on_one_device(state.learner.reference) > 0
-    _, rows, _ = abstract(step, PROMPTS)
+    _, rows, _ = abstract_arguments(step, PROMPTS)
     rows = rows.replace(plan=None)
-    nothing = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rows), rows)
+    nothing = put_like(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rows), rows)
     assert found["the batch that rollouts fill"] == on_one_device(nothing)
     ready = jax.jit(step.sync)(state)
-    asked = abstract(step, PROMPTS)[2]
-    nothing = put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), asked), asked)
-    begin, _ = ahead(step.generator.begin, ready, asked)
+    asked = abstract_arguments(step, PROMPTS)[2]
+    nothing = put_like(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), asked), asked)
+    begin, _ = compile_ahead(step.generator.begin, ready, asked)
     assert found["the pool of keys and values"] == on_one_device(begin(ready, nothing).caches)
 
 
@@ -76,22 +78,22 @@ def test_each_remedy_shrinks_its_part() -> None:
 
 
 @functools.cache
-def runner_of(tokens: int) -> Runner:
+def runner_of(tokens: int) -> StepSchedule:
     """Of learning alone, which is what micro-batches change."""
     step = step_of(plain_config(tokens))
-    state, finished, _ = abstract(step, PROMPTS)
-    learn, _ = ahead(
+    state, finished, _ = abstract_arguments(step, PROMPTS)
+    learn, _ = compile_ahead(
         step.learn, state, finished, donate_argnums=0, out_shardings=(step.state_shardings(), None)
     )
 
     def never(*_: Any) -> Any:
         pytest.fail("nothing runs here")
 
-    return Runner(never, {"train": learn})
+    return StepSchedule(never, {"train": learn})
 
 
-def compiled(step: Step) -> Runner:
-    return runner_of(step.learner.tokens)
+def compiled(step: Step) -> StepSchedule:
+    return runner_of(step.learner.micro_tokens)
 
 
 def total_of(tokens: int) -> int:
@@ -130,31 +132,33 @@ def test_the_micro_batch_shrinks_until_it_fits_and_no_further(
     assert many > fewer > least
     asked = step_of(plain_config(400))
     for limit, tokens in ((many, 400), (many - 1, 200), (least, longest)):
-        monkeypatch.setattr(memory, "device_memory", lambda limit=limit: limit)
-        fit = memory.fitted(asked, PROMPTS, compiled, Automatic(tokens=True))
-        assert fit.step.learner.tokens == tokens
-        assert f"micro-batches of {tokens} tokens" in memory.told(fit.step, fit.parts, fit.limit)
-    monkeypatch.setattr(memory, "device_memory", lambda: least - 1)
+        monkeypatch.setattr(fitting, "device_memory", lambda limit=limit: limit)
+        fit = fit_step(asked, PROMPTS, compiled, AutomaticSizes(tokens=True))
+        assert fit.step.learner.micro_tokens == tokens
+        assert f"micro-batches of {tokens} tokens" in memory.report_memory(
+            fit.step, fit.memory_uses, fit.limit
+        )
+    monkeypatch.setattr(fitting, "device_memory", lambda: least - 1)
     words = (
         rf"training takes \d.*on each device, which has.*--batch.micro_tokens, now {longest} and at"
         rf" least {longest}.*--lora.rank"
     )
     with pytest.raises(ConfigError, match=words):
-        memory.fitted(asked, PROMPTS, compiled, Automatic(tokens=True))
-    monkeypatch.setattr(memory, "device_memory", lambda: many - 1)
+        fit_step(asked, PROMPTS, compiled, AutomaticSizes(tokens=True))
+    monkeypatch.setattr(fitting, "device_memory", lambda: many - 1)
     with pytest.raises(ConfigError, match=rf"--batch.micro_tokens, now 400 and at least {longest}"):
-        memory.fitted(asked, PROMPTS, compiled, Automatic(tokens=False))
+        fit_step(asked, PROMPTS, compiled, AutomaticSizes(tokens=False))
 
 
 # ---- the engine of an accelerator
 
 
-def kept() -> list[memory.Part]:
-    return memory.parts(step_of(tiny_config(MODEL)), PROMPTS, {})
+def kept() -> list[memory.MemoryUse]:
+    return memory.list_memory_uses(step_of(tiny_config(MODEL)), PROMPTS, {})
 
 
 def test_running_out_names_what_takes_the_memory() -> None:
-    with pytest.raises(ConfigError) as caught, memory.explained(kept()):
+    with pytest.raises(ConfigError) as caught, memory.explain_memory_errors(kept()):
         jax.block_until_ready(jnp.zeros((2**50,), jnp.int8))
     for words in (
         "ran out of memory",
@@ -167,5 +171,8 @@ def test_running_out_names_what_takes_the_memory() -> None:
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.explained(kept()):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        memory.explain_memory_errors(kept()),
+    ):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

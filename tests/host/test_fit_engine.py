@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec import mesh as meshes
-from jaxspec.build import Automatic, automatic
+from jaxspec.build import AutomaticSizes, automatic_sizes
 from jaxspec.config.settings import (
     DataConfig,
     EngineConfig,
     ResolvedConfig,
 )
-from jaxspec.host import fit as memory
+from jaxspec.host import fit as fitting
+from jaxspec.host import memory
+from jaxspec.host.fit import FittedStep, fit_step
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.run.schedules import Runner, whole_step
+from jaxspec.run.schedules import StepSchedule, compile_fused_schedule
 from jaxspec.step import Sizes, Step
 from tests.host.fit_parts import PROMPTS, plain_config, sizes, step_of
 
@@ -23,8 +25,8 @@ from tests.host.fit_parts import PROMPTS, plain_config, sizes, step_of
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices pass for accelerators."""
-    monkeypatch.setattr(meshes, "accelerated", lambda mesh: True)
-    monkeypatch.setattr(memory, "accelerated", lambda mesh: True)
+    monkeypatch.setattr(meshes, "has_accelerators", lambda mesh: True)
+    monkeypatch.setattr(fitting, "has_accelerators", lambda mesh: True)
 
 
 GROUPS = 4
@@ -48,7 +50,9 @@ def test_the_engine_of_a_cpu_is_as_it_was() -> None:
     config = engine_config()
     step = engine_step(config)
     assert step.sizes._replace(tokens=0) == Sizes(tokens=0, slots=256, page_size=0, pages=0)
-    assert automatic(config, step.mesh) == Automatic(tokens=True, slots=False, pages=False)
+    assert automatic_sizes(config, step.mesh) == AutomaticSizes(
+        tokens=True, slots=False, pages=False
+    )
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -56,7 +60,7 @@ def test_the_engine_of_an_accelerator_is_paged_and_what_is_asked_for_stays() -> 
     config = engine_config()
     step = engine_step(config)
     assert step.sizes[1:] == (256, 64, 0)
-    assert automatic(config, step.mesh) == Automatic(tokens=True, slots=True, pages=True)
+    assert automatic_sizes(config, step.mesh) == AutomaticSizes(tokens=True, slots=True, pages=True)
     for engine, wanted, left in (
         ({"page_size": 0}, (256, 0, 0), (True, False)),
         ({"page_size": 4, "slots": 9}, (9, 4, 0), (False, True)),
@@ -64,7 +68,7 @@ def test_the_engine_of_an_accelerator_is_paged_and_what_is_asked_for_stays() -> 
     ):
         config = engine_config(**engine)
         assert engine_step(config).sizes[1:] == wanted
-        assert automatic(config, step.mesh)[1:] == left
+        assert automatic_sizes(config, step.mesh)[1:] == left
 
 
 class Program(NamedTuple):
@@ -85,12 +89,12 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, token: int, slot: int) -> None:
         self.token, self.slot, self.compiled, self.alone = token, slot, [], 0
-        monkeypatch.setattr(memory, "generation_alone", self.generation_alone)
+        monkeypatch.setattr(fitting, "compile_generation_alone", self.generation_alone)
 
     def generation(self, step: Step) -> int:
         pool, weights = (
             part.size
-            for part in memory.parts(step, GROUPS, {})
+            for part in memory.list_memory_uses(step, GROUPS, {})
             if part.name in ("the pool of keys and values", WEIGHTS)
         )
         return pool + weights + self.slot * step.generator.settings.slots
@@ -99,20 +103,20 @@ class Machine:
         self.alone += 1
         return Program(self.generation(step))
 
-    def __call__(self, step: Step) -> Runner:
+    def __call__(self, step: Step) -> StepSchedule:
         self.compiled.append(step.sizes)
-        return Runner(
+        return StepSchedule(
             lambda *_: pytest.fail("nothing runs here"),
-            {"step": Program(max(self.generation(step), self.token * step.learner.tokens))},
+            {"step": Program(max(self.generation(step), self.token * step.learner.micro_tokens))},
         )
 
     def fit(
         self, monkeypatch: pytest.MonkeyPatch, config: ResolvedConfig, limit: int
-    ) -> memory.Fitted:
-        monkeypatch.setattr(memory, "device_memory", lambda: limit)
+    ) -> FittedStep:
+        monkeypatch.setattr(fitting, "device_memory", lambda: limit)
         step = engine_step(config)
-        fit = memory.fitted(step, GROUPS, self, automatic(config, step.mesh))
-        assert sum(part.size for part in fit.parts) <= limit
+        fit = fit_step(step, GROUPS, self, automatic_sizes(config, step.mesh))
+        assert sum(part.size for part in fit.memory_uses) <= limit
         return fit
 
     def total(self, config: ResolvedConfig) -> int:
@@ -124,7 +128,7 @@ WEIGHTS = "weights as generation reads them"
 
 
 def sizes_of_engine(step: Step, programs: Any) -> dict[str, int]:
-    return {part.name: part.size for part in memory.parts(step, GROUPS, programs)}
+    return {part.name: part.size for part in memory.list_memory_uses(step, GROUPS, programs)}
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -136,7 +140,9 @@ class TestFittingTheEngine:
         fit = machine.fit(monkeypatch, config, machine.total(config))
         assert fit.step.sizes == engine_step(config).sizes._replace(pages=GROUPS * 2 + 128 * 16)
         assert machine.alone == 0
-        assert "128 slots, 2056 pages of 4 positions" in memory.told(fit.step, fit.parts, fit.limit)
+        assert "128 slots, 2056 pages of 4 positions" in memory.report_memory(
+            fit.step, fit.memory_uses, fit.limit
+        )
 
     def test_the_pool_takes_what_is_left_and_slots_follow_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -220,16 +226,16 @@ class TestFittingTheEngine:
         step = engine_step(config)
         seen: list[Sizes] = []
 
-        def compiled(step: Step) -> Runner:
+        def compiled(step: Step) -> StepSchedule:
             seen.append(step.sizes)
-            return whole_step(step, GROUPS)
+            return compile_fused_schedule(step, GROUPS)
 
-        monkeypatch.setattr(memory, "device_memory", lambda: 2**40)
-        whole = memory.fitted(step, GROUPS, compiled, automatic(config, step.mesh))
-        limit = sum(part.size for part in whole.parts) * 3 // 4
-        monkeypatch.setattr(memory, "device_memory", lambda: limit)
-        fit = memory.fitted(step, GROUPS, compiled, automatic(config, step.mesh))
-        assert limit * 2 // 3 < sum(part.size for part in fit.parts) <= limit
+        monkeypatch.setattr(fitting, "device_memory", lambda: 2**40)
+        whole = fit_step(step, GROUPS, compiled, automatic_sizes(config, step.mesh))
+        limit = sum(part.size for part in whole.memory_uses) * 3 // 4
+        monkeypatch.setattr(fitting, "device_memory", lambda: limit)
+        fit = fit_step(step, GROUPS, compiled, automatic_sizes(config, step.mesh))
+        assert limit * 2 // 3 < sum(part.size for part in fit.memory_uses) <= limit
         assert fit.step.sizes.pages < whole.step.sizes.pages == 2056
         assert len(seen) == 3
 
@@ -239,7 +245,7 @@ def test_a_program_that_runs_beside_the_state_counts_all_that_it_gets() -> None:
     given = Program(temp_size_in_bytes=10**6, argument_size_in_bytes=10**7)
     kept = sum(
         part.size
-        for part in memory.parts(step, PROMPTS, {})
+        for part in memory.list_memory_uses(step, PROMPTS, {})
         if part.name in ("policy weights", "the policy's optimizer")
     )
     assert sum(sizes(step, {"slice": given}).values()) == kept + 10**6 + 10**7

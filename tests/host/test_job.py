@@ -26,9 +26,9 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host.job import identity, make_job, reported
+from jaxspec.host.job import make_job, process_identity, report_errors
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.run.start import random_draft_remark
+from jaxspec.run.start import describe_random_draft
 from jaxspec.storage.cache import read_sources
 from jaxspec.system.closing_table import build_closing_table
 from jaxspec.system.progress import Progress, Screen
@@ -46,11 +46,11 @@ def test_what_processes_compare_is_what_shapes_their_programs(
     )
 
     def changed() -> set[str]:
-        now = identity(config)
+        now = process_identity(config)
         return {name for name in now | first if now.get(name) != first.get(name)}
 
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1  --xla_dump_to=/tmp/0")
-    first = identity(config)
+    first = process_identity(config)
     assert first.keys() >= {"jaxspec", "jax", "jaxlib", "JAX_PLATFORMS", "batch.prompts"}
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1 --xla_dump_to=/tmp/1")
     assert changed() == set()
@@ -170,13 +170,13 @@ def _refused(number: int) -> Callable[[], Any]:
 def test_a_file_that_cannot_be_used_is_one_line(
     work: Callable[[], Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert reported(work) == 2
+    assert report_errors(work) == 2
     assert capsys.readouterr().err == f"error: {said} see to that and run the same command again\n"
 
 
 def test_an_error_of_the_system_without_a_file_has_its_traceback() -> None:
     with pytest.raises(OSError, match="Broken pipe"):
-        reported(lambda: os.write(_closed_pipe(), b"x"))
+        report_errors(lambda: os.write(_closed_pipe(), b"x"))
 
 
 @pytest.mark.parametrize("told", ["Unable to allocate 4.00 PiB for an array", ""])
@@ -187,7 +187,7 @@ def test_too_little_memory_is_one_line_that_says_for_what(
         raise MemoryError(*filter(None, [told]))
 
     monkeypatch.setattr(Path, "read_text", too_large)
-    assert reported(lambda: len(read_sources("host/job.py"))) == 2
+    assert report_errors(lambda: len(read_sources("host/job.py"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: the memory of this machine does not hold what is asked for (")
     assert told in line
@@ -216,9 +216,9 @@ def test_the_end_of_another_process_is_one_line(
 
     if not (joined and lost):
         with pytest.raises(jax.errors.JaxRuntimeError, match=told[:5]):
-            reported(work)
+            report_errors(work)
         return
-    assert reported(work) == 1
+    assert report_errors(work) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: another process of the job has ended")
     assert told in line
@@ -325,7 +325,7 @@ def test_a_random_draft_is_told(
         offline=OfflineConfig(steps=offline),
         draft_training=training,
     )
-    remark = random_draft_remark(config)
+    remark = describe_random_draft(config)
     assert bool(remark) == bool(words)
     assert words in remark
     assert ("never learns" in remark) == (bool(words) and not training.online)

@@ -15,11 +15,18 @@ import pytest
 from jaxspec.config.as_json import to_json
 from jaxspec.config.settings import MeshConfig
 from jaxspec.host.job import make_job
-from jaxspec.host.loaded_run import Answer, LoadedRun, Run, find_run, read_prompt, restore
+from jaxspec.host.loaded_run import (
+    LoadedRun,
+    PromptAnswer,
+    SavedRun,
+    encode_prompt,
+    find_run,
+    restore_weights,
+)
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import apply_layout
-from jaxspec.state import EOS, Ready
+from jaxspec.state import EOS, RolloutWeights
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import answering_config, small_mesh, tiny_network
@@ -44,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.json").write_text(json.dumps(to_json(CONFIG)))
     step = make_job(CONFIG, small_mesh(8)).step
-    state = jax.jit(step.start, out_shardings=step.state_shardings())(policy(), draft())
+    state = jax.jit(step.init_state, out_shardings=step.state_shardings())(policy(), draft())
     assert state.learner.draft is not None, "the config has a draft with weights"
     best = jnp.asarray(
         np.arange(len(step.generator.settings.grid)) == np.asarray(BEST)[:, None], jnp.float32
@@ -63,12 +70,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def restored(run: Path, **changes: Any) -> Ready:
+def restored(run: Path, **changes: Any) -> RolloutWeights:
     """Policy and draft for a session whose draft settings differ from the run's."""
     rollout = dataclasses.replace(
         CONFIG.rollout, draft=dataclasses.replace(CONFIG.rollout.draft, **changes)
     )
-    return restore(
+    return restore_weights(
         find_run(str(run)),
         make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1)),
         2,
@@ -77,8 +84,8 @@ def restored(run: Path, **changes: Any) -> Ready:
 
 class TestFindRun:
     def test_the_newest_or_the_one_that_is_named(self, run: Path) -> None:
-        assert find_run(str(run)) == Run(run, 12, CONFIG)
-        assert find_run(str(run / "checkpoints" / "3")) == Run(run, 3, CONFIG)
+        assert find_run(str(run)) == SavedRun(run, 12, CONFIG)
+        assert find_run(str(run / "checkpoints" / "3")) == SavedRun(run, 3, CONFIG)
 
     def test_a_checkpoint_that_is_not_there(self, run: Path) -> None:
         with pytest.raises(ConfigError, match="no checkpoint 2; it has 3, 12"):
@@ -147,21 +154,21 @@ class TestRestore:
             (ready.target, ready.drafter.network), (policy(), draft()), weight_layouts, strict=True
         ):
             jax.tree.map(np.testing.assert_array_equal, found, apply_layout(wanted, how))
-        assert ready.drafter.choice.tolist() == list(BEST)
+        assert ready.drafter.factor_index.tolist() == list(BEST)
 
     @pytest.mark.parametrize(("length", "choice"), [(5, [*BEST, 5, 5]), (2, [*BEST[:2]])])
     def test_a_deeper_draft_goes_on_at_factor_1(
         self, run: Path, length: int, choice: list[int]
     ) -> None:
-        assert restored(run, draft_length=length).drafter.choice.tolist() == choice
+        assert restored(run, draft_length=length).drafter.factor_index.tolist() == choice
 
     def test_another_way_to_draw_starts_anew(self, run: Path) -> None:
-        assert restored(run, sampling="argmax").drafter.choice.tolist() == [0, 0, 0]
+        assert restored(run, sampling="argmax").drafter.factor_index.tolist() == [0, 0, 0]
 
     def test_without_the_draft(self, run: Path) -> None:
         drafter = restored(run, kind="none").drafter
         assert drafter.network is None
-        assert drafter.choice.shape == (0,)
+        assert drafter.factor_index.shape == (0,)
 
     def test_weights_that_do_not_fit_the_config_are_named_with_a_remedy(self, run: Path) -> None:
         edited = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, ffn=32))
@@ -169,7 +176,7 @@ class TestRestore:
             ConfigError,
             match=r"/12 was written by another config: .*float32\[4, 24, 16\].*config\.json back",
         ) as caught:
-            restore(Run(run, 12, edited), make_job(edited, small_mesh(1)), 2)
+            restore_weights(SavedRun(run, 12, edited), make_job(edited, small_mesh(1)), 2)
         assert "--workdir" not in str(caught.value)
 
 
@@ -179,10 +186,10 @@ def test_answers_end_with_the_stop_strings_of_the_run(run: Path) -> None:
         rollout = dataclasses.replace(CONFIG.rollout, stop=stop)
         config = dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig())
         job = make_job(config, small_mesh(1))
-        loaded = LoadedRun(job, restore(find_run(str(run)), job, 2), 2)
+        loaded = LoadedRun(job, restore_weights(find_run(str(run)), job, 2), 2)
         rows = [], []
-        for given in loaded.rounds(read_prompt("3+4=", config, job.tokenizer)):
-            if isinstance(given, Answer):
+        for given in loaded.generate_rounds(encode_prompt("3+4=", config, job.tokenizer)):
+            if isinstance(given, PromptAnswer):
                 return [job.tokenizer.decode(row) for row in rows], given.status
             for row, piece in zip(rows, given, strict=True):
                 row += piece.tokens
@@ -200,7 +207,7 @@ def test_answers_end_with_the_stop_strings_of_the_run(run: Path) -> None:
 
 class TestReadPrompt:
     def test_as_training_did(self) -> None:
-        assert read_prompt("3+4=", CONFIG, character_tokenizer()).ids == tuple(
+        assert encode_prompt("3+4=", CONFIG, character_tokenizer()).ids == tuple(
             character_tokenizer().encode_prompt("3+4=")
         )
 
@@ -213,5 +220,5 @@ class TestReadPrompt:
     )
     def test_what_does_not_fit(self, text: str, words: list[str]) -> None:
         with pytest.raises(ConfigError) as caught:
-            read_prompt(text, CONFIG, character_tokenizer())
+            encode_prompt(text, CONFIG, character_tokenizer())
         assert [word for word in words if word not in str(caught.value)] == []

@@ -19,7 +19,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.host import round_cost
-from jaxspec.host.round_cost import measured_chooser
+from jaxspec.host.round_cost import make_length_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
@@ -53,7 +53,7 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
     sync = jax.jit(lambda policy, network: generator.sync(policy, network, generator.start()))
     ready = sync(tiny_network(Decoder, MODEL, 1), network)
     return jax.tree.map(
-        np.asarray, measured_chooser(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
+        np.asarray, make_length_chooser(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
     )
 
 
@@ -90,7 +90,7 @@ def file_of() -> Path:
     config = tiny_config(
         MODEL, rollout=RolloutConfig(draft=DraftConfig(draft_length="auto", vocab=8))
     )
-    return round_cost._file(build_step(config, small_mesh(1), (), MODEL.vocab).generator, 5)
+    return round_cost._cost_file(build_step(config, small_mesh(1), (), MODEL.vocab).generator, 5)
 
 
 def test_another_process_finds_the_costs(folder: Path) -> None:
@@ -110,9 +110,9 @@ def test_acceptance_is_that_of_the_draft_on_some_prompts(folder: Path) -> None:
     random = chooser_of(DraftConfig(draft_length="auto")).acceptance
     same = chooser_of(DraftConfig(kind="model", draft_length="auto")).acceptance
     drafted = 2 * 16 * 3  # three rounds of both shards' slots
-    assert random.offered_in_turn[0] == drafted
-    np.testing.assert_array_equal(random.offered_in_turn[1:], random.accepted[:-1])
+    assert random.reached[0] == drafted
+    np.testing.assert_array_equal(random.reached[1:], random.accepted[:-1])
     assert 0 < random.accepted[0] < drafted
-    np.testing.assert_array_equal(same.offered_in_turn, drafted)
+    np.testing.assert_array_equal(same.reached, drafted)
     np.testing.assert_array_equal(same.accepted, drafted)
     assert random.seconds_to_lose == 0

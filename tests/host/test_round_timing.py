@@ -21,15 +21,20 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.host import round_cost
-from jaxspec.host.programs import ahead_with
-from jaxspec.host.round_cost import REAL_ROUNDS, RoundTimer, predicted_chooser
+from jaxspec.host.programs import compile_for_generator
+from jaxspec.host.round_cost import TIMED_ROUNDS, RoundTimer, predict_chooser
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback.length_chooser import TIMES, TimedCosts
 from jaxspec.rollout.generator import Generator
-from jaxspec.run.schedules import Runner, slices_of, staged_step, timing_step
-from jaxspec.state import EOS, RUNNING, Prompts, Ready, TrainState
+from jaxspec.run.schedules import (
+    StepSchedule,
+    compile_staged_schedule,
+    compile_timing_schedule,
+    uniform_slices,
+)
+from jaxspec.state import EOS, RUNNING, Prompts, RolloutWeights, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.tables import load_table
 from tests.conftest import (
@@ -75,7 +80,7 @@ def step_of(new: int, seed: int = 0, shards: int = 1) -> Step:
     return build_step(config, small_mesh(shards), (), MODEL.vocab)
 
 
-def planted(ready: Ready, table: np.ndarray) -> Ready:
+def planted(ready: RolloutWeights, table: np.ndarray) -> RolloutWeights:
     chooser = ready.drafter.chooser
     assert chooser is not None
     chooser = chooser.replace(round_cost=jnp.asarray(table, jnp.float32))
@@ -94,20 +99,20 @@ def engine() -> Engine:
     """The programs of generation, whose drafts are kept or not as the weights are alike."""
     generator, prompts = step_of(LONG).generator, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab)
     ready = weights(generator, alike=True)
-    begin, running = ahead_with(generator, generator.begin, ready, prompts)
+    begin, running = compile_for_generator(generator, generator.begin, ready, prompts)
     same = jax.tree.map(lambda leaf: leaf.sharding, running)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    advance, _ = ahead_with(
+    advance, _ = compile_for_generator(
         generator, generator.advance, ready, running, rounds, out_shardings=same
     )
     return Engine(generator, begin, advance, prompts)
 
 
-def weights(generator: Generator, alike: bool) -> Ready:
+def weights(generator: Generator, alike: bool) -> RolloutWeights:
     policy = tiny_network(Decoder, MODEL, 1, scale=3.0)
     draft = tiny_network(Decoder, MODEL, 1 if alike else 2, scale=3.0)
     ready = jax.jit(lambda one, other: generator.sync(one, other, generator.start()))(policy, draft)
-    chooser = predicted_chooser(generator, ready)
+    chooser = predict_chooser(generator, ready)
     return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 
 
@@ -116,7 +121,7 @@ def made(running: DecodeState, lengths: tuple[int, ...]) -> np.ndarray:
     statistics = jax.tree.map(np.asarray, running.rollout.statistics)
     row = int(np.argmax(np.asarray(running.rollout.status) == RUNNING))
     drafted = [
-        statistics.drafted[row, length - 1] if length else statistics.rounds[row]
+        statistics.draft_rounds[row, length - 1] if length else statistics.rounds[row]
         for length in lengths
     ]
     return np.asarray(drafted) - np.asarray([*drafted[1:], 0])
@@ -131,13 +136,13 @@ class Seen(NamedTuple):
 
 
 def rollout_on_a_false_clock(
-    ready: Ready, costs: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, batch: int = 0
+    ready: RolloutWeights, costs: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, batch: int = 0
 ) -> Seen:
     """Generates for a while, where rounds cost what is said and nothing else takes time."""
     at = engine()
     lengths, now, asked = at.generator.settings.lengths, [0.0], []
 
-    def advance(ready: Ready, running: DecodeState, rounds: np.int32) -> DecodeState:
+    def advance(ready: RolloutWeights, running: DecodeState, rounds: np.int32) -> DecodeState:
         before = made(running, lengths)
         asked.append((int(rounds), int(before.sum())))
         after = at.advance(ready, running, np.int32(min(rounds, 20)))
@@ -147,14 +152,14 @@ def rollout_on_a_false_clock(
     monkeypatch.setattr(round_cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     timer, prompts = RoundTimer(at.generator), at.prompts.replace(batch=jnp.int32(batch))
     running = at.begin(ready, prompts)
-    one_slice = timer.begin(advance, ready, prompts)
+    one_slice = timer.begin_rollout(advance, ready, prompts)
     for _ in lengths if batch == 0 else ():
         running = one_slice(running)
     before = made(running, lengths)
     running = one_slice(running)
     assert np.asarray(running.rollout.status == RUNNING).any()
     choices = made(running, lengths) - before
-    cost = timer.end()
+    cost = timer.end_rollout()
     return Seen(asked, choices, np.zeros(0) if cost is None else cost)
 
 
@@ -179,9 +184,9 @@ def test_false_costs_are_found_out_within_thirty_rounds(
     lying = planted(ready, false)
     seen = rollout_on_a_false_clock(lying, costs, monkeypatch)
     *timing, (asked, before) = seen.rounds
-    assert [rounds for rounds, _ in timing] == [1, 1, 1 + REAL_ROUNDS] * 4
+    assert [rounds for rounds, _ in timing] == [1, 1, 1 + TIMED_ROUNDS] * 4
     assert before <= SOON
-    assert asked == round_cost.LOOK_EVERY
+    assert asked == round_cost.CHECK_INTERVAL
     assert seen.choices[right] == seen.choices.sum() == 20
     # what was timed is the cost itself, what was not follows it
     np.testing.assert_allclose(seen.cost[:, 0, 0], costs, rtol=1e-4)
@@ -195,17 +200,17 @@ def test_false_costs_are_found_out_within_thirty_rounds(
     # the next run begins with what this one has found, and times nothing
     (file,) = folder.iterdir()
     np.testing.assert_array_equal(load_table(file, seen.cost.shape, ""), seen.cost)
-    known = predicted_chooser(engine().generator, ready).round_cost
+    known = predict_chooser(engine().generator, ready).round_cost
     np.testing.assert_array_equal(known, seen.cost)
     at = engine()
     timer = RoundTimer(at.generator)
     calls = []
-    one_slice = timer.begin(
+    one_slice = timer.begin_rollout(
         lambda ready, running, rounds: calls.append(int(rounds)) or running, lying, at.prompts
     )
     one_slice(at.begin(ready, at.prompts))
-    assert calls == [round_cost.LOOK_EVERY]
-    np.testing.assert_array_equal(timer.end(), seen.cost)
+    assert calls == [round_cost.CHECK_INTERVAL]
+    np.testing.assert_array_equal(timer.end_rollout(), seen.cost)
 
 
 @pytest.mark.slow
@@ -213,17 +218,17 @@ def test_rounds_that_were_not_all_run_are_no_measurement() -> None:
     """Where all rows have ended, a call has run less rounds than it was asked for."""
     at = engine()
     ready = weights(at.generator, alike=True)
-    costs = TimedCosts(np.asarray(predicted_chooser(at.generator, ready).round_cost), final=False)
+    costs = TimedCosts(np.asarray(predict_chooser(at.generator, ready).round_cost), final=False)
     timer = RoundTimer(at.generator)
     running = at.begin(ready, at.prompts)
-    assert timer._cell(running) == (0, 0)
+    assert timer._find_cell(running) == (0, 0)
 
-    def ends(ready: Ready, running: DecodeState, rounds: np.int32) -> DecodeState:
+    def ends(ready: RolloutWeights, running: DecodeState, rounds: np.int32) -> DecodeState:
         status = jnp.full_like(running.rollout.status, EOS)
         return running.replace(rollout=running.rollout.replace(status=status))
 
     before = costs.table.copy()
-    timer._one_slice(costs, ends, ready, running)
+    timer._advance_slice(costs, ends, ready, running)
     np.testing.assert_array_equal(costs.table, before)
     assert not costs.has_all_lengths
 
@@ -234,17 +239,17 @@ def test_a_run_from_another_machine_times_its_next_rollout() -> None:
     timer = RoundTimer(at.generator)
 
     def times() -> bool:
-        timer.begin(at.advance, ready, later)
-        return timer.end() is not None
+        timer.begin_rollout(at.advance, ready, later)
+        return timer.end_rollout() is not None
 
     assert not times()
-    timer.time_anew()
+    timer.time_next_rollout()
     assert [times(), times()] == [True, False]
 
 
 def a_state(step: Step) -> TrainState:
     """Before the first batch, with costs that nobody can have measured."""
-    state = jax.jit(step.start, out_shardings=step.state_shardings())(
+    state = jax.jit(step.init_state, out_shardings=step.state_shardings())(
         tiny_network(Decoder, MODEL, 1),
         tiny_network(eagle3, MODEL, 2),
     )
@@ -255,7 +260,7 @@ def a_state(step: Step) -> TrainState:
     return state.replace(generator=state.generator.replace(chooser=false))
 
 
-def first(runner: Runner, step: Step, stops: bool = False) -> Any:
+def first(runner: StepSchedule, step: Step, stops: bool = False) -> Any:
     asked = asked_of(step, 0)
     assert int(asked.stream) == Stream.TRAIN
     return runner(a_state(step), nothing(step), asked, lambda _: stops)
@@ -275,8 +280,11 @@ def test_a_run_times_its_first_rollout_and_no_other_program(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = step_of(SHORT, shards=2)
-    monkeypatch.setattr(round_cost, "ahead_with", _no_pilot)
-    timed, plain = timing_step(step, PROMPTS), staged_step(step, PROMPTS, slices_of(8))
+    monkeypatch.setattr(round_cost, "compile_for_generator", _no_pilot)
+    timed, plain = (
+        compile_timing_schedule(step, PROMPTS),
+        compile_staged_schedule(step, PROMPTS, uniform_slices(8)),
+    )
     assert timed.programs.keys() == plain.programs.keys()
     result, wanted = first(timed, step), first(plain, step)
     # the coupled rule gives the same tokens at every length
@@ -302,7 +310,7 @@ def test_a_run_times_its_first_rollout_and_no_other_program(
 @pytest.mark.slow
 def test_a_rollout_that_is_stopped_leaves_the_state_as_it_was() -> None:
     step = step_of(SHORT)
-    result = first(timing_step(step, PROMPTS), step, stops=True)
+    result = first(compile_timing_schedule(step, PROMPTS), step, stops=True)
     assert result.rollout is None
     jax.tree.map(np.testing.assert_array_equal, result.state.generator, a_state(step).generator)
 
@@ -315,16 +323,16 @@ def test_nothing_is_compiled_to_predict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = step_of(SHORT)
-    monkeypatch.setattr(round_cost, "ahead_with", _no_pilot)
+    monkeypatch.setattr(round_cost, "compile_for_generator", _no_pilot)
     monkeypatch.setattr(round_cost, "times_real_rounds", lambda _: True)
     state = a_state(step)
     monkeypatch.setattr(jax, "jit", _no_pilot)
-    found = round_cost.with_chooser(step, state, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab))
+    found = round_cost.add_length_chooser(step, state, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab))
     chooser = found.generator.chooser
     assert chooser is not None
     cost = np.asarray(chooser.round_cost)
     assert (np.diff(cost, axis=0) > 0).all()
-    assert not np.asarray(chooser.acceptance.offered_in_turn).any()
+    assert not np.asarray(chooser.acceptance.reached).any()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("no public figures of cpu are known: until its rounds are timed,")
     assert line.endswith("chosen by those of NVIDIA H100 80GB HBM3")

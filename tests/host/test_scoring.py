@@ -51,7 +51,7 @@ def batches(job: Job) -> Batches:
 def answered(job: Job, batches: Batches, responses: list[str], status: list[int]) -> Rollout:
     """A rollout of the first training batch in which row i says `responses[i]`."""
     prompts = batches.source.place_training(0)
-    like = job.step.nothing_finished(PROMPTS * GROUP).rollout
+    like = job.step.empty_scored_rollout(PROMPTS * GROUP).rollout
     tokens = np.zeros(like.tokens.shape, np.int32)
     starts = np.repeat(np.asarray(prompts.lengths), GROUP)
     ends = []
@@ -95,14 +95,14 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     wanted = np.array([response.startswith("#") for response in responses], np.float32)
     wanted[2] = 0
     # the second group has one row with a reward, so no difference
-    assert scored.differing.tolist() == [True, False, *[True] * 6]
-    np.testing.assert_array_equal(scored.finished.rewards, wanted)
-    np.testing.assert_array_equal(scored.finished.valid, np.array(status) != FAILED)
+    assert scored.differing_groups.tolist() == [True, False, *[True] * 6]
+    np.testing.assert_array_equal(scored.scored.rewards, wanted)
+    np.testing.assert_array_equal(scored.scored.valid, np.array(status) != FAILED)
     assert scored.reward == pytest.approx(7 / 15)
     assert scored.metrics["reward/std"] == pytest.approx((7 / 15 * 8 / 15) ** 0.5)
     assert scored.outcomes["reward/correct"] == pytest.approx(7 / 15)
     assert sum(scored.outcomes.values()) == pytest.approx(1)
-    assert bool(scored.finished.learn)
+    assert bool(scored.scored.learn)
 
 
 class Fails(Scorer):
@@ -127,8 +127,8 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
     batches = batches_of(job, sets, SetScorers((Fails({3}),)))
     scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
     valid = np.arange(len(responses)) != 3
-    np.testing.assert_array_equal(scored.finished.valid, valid)
-    np.testing.assert_array_equal(scored.finished.rewards, valid.astype(np.float32))
+    np.testing.assert_array_equal(scored.scored.valid, valid)
+    np.testing.assert_array_equal(scored.scored.rewards, valid.astype(np.float32))
     assert scored.reward == 1
     assert scored.outcomes["reward/error"] == pytest.approx(1 / 16)
     assert sum(scored.outcomes.values()) == pytest.approx(1)
@@ -173,7 +173,7 @@ def test_rows_that_ended_are_judged_while_others_still_generate(job: Job) -> Non
     scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
     early = [row for row in range(len(responses)) if row not in (0, 2, 5, 15)]
     assert scorer.begun == [[responses[row] for row in rows] for rows in (early, [0, 2, 15], [5])]
-    np.testing.assert_array_equal(scored.finished.rewards, wanted.finished.rewards)
+    np.testing.assert_array_equal(scored.scored.rewards, wanted.scored.rewards)
     assert scored.outcomes == wanted.outcomes
     assert scored.samples == wanted.samples
     again = batches.scorer.score_training(0, answered(job, batches, responses, status))
@@ -195,13 +195,13 @@ def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
     scored = batches.scorer.score_training(0, rollout)
     wanted = np.zeros(len(responses))
     wanted[[3, 5]] = [-0.5, -1]
-    np.testing.assert_allclose(scored.finished.rewards, wanted, atol=1e-6)
+    np.testing.assert_allclose(scored.scored.rewards, wanted, atol=1e-6)
     assert scored.reward == 0
     assert scored.outcomes["reward/overlong"] == pytest.approx(-1.5 / 16)
-    assert np.asarray(scored.finished.valid).all()
-    for finished in (scored.finished, batches.scorer.plan(scored.finished)):
+    assert np.asarray(scored.scored.valid).all()
+    for finished in (scored.scored, batches.scorer.plan_micro_batches(scored.scored)):
         plan = finished.plan
-        read = np.asarray(plan.order)[(np.asarray(plan.micro) >= 0).any(0)]
+        read = np.asarray(plan.row_order)[(np.asarray(plan.micro_batch) >= 0).any(0)]
         assert sorted(read.tolist()) == [row for row in range(len(responses)) if row != 5]
 
 
@@ -215,8 +215,8 @@ def test_groups_are_compared_before_the_length_penalty(job: Job) -> None:
     scored = batches.scorer.score_training(
         0, answered(job, batches, responses, [EOS] * len(responses))
     )
-    assert np.asarray(scored.finished.rewards)[3] < 0
-    assert not scored.differing.any()
+    assert np.asarray(scored.scored.rewards)[3] < 0
+    assert not scored.differing_groups.any()
 
 
 def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
@@ -227,7 +227,7 @@ def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
     for status, learn in (([LENGTH] * len(responses), False), ([FAILED] * len(responses), True)):
         # where all failed, an update is skipped and counted
         scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
-        assert bool(scored.finished.learn) == learn
+        assert bool(scored.scored.learn) == learn
 
 
 def test_a_mini_batch_has_whole_groups(job: Job) -> None:
@@ -235,8 +235,8 @@ def test_a_mini_batch_has_whole_groups(job: Job) -> None:
     job = make_job(config, small_mesh(4, 2))
     batches = batches_of(job, load_sets(CONFIG, job.tokenizer))
     rollout = answered(job, batches, ["1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP)
-    plan = batches.scorer.score_training(0, rollout).finished.plan
-    order, micro = np.asarray(plan.order), np.asarray(plan.micro)
+    plan = batches.scorer.score_training(0, rollout).scored.plan
+    order, micro = np.asarray(plan.row_order), np.asarray(plan.micro_batch)
     assert micro.shape == (4, PROMPTS * GROUP)
     for number in range(4):
         assert sorted(order[micro[number] >= 0].tolist()) == list(range(4 * number, 4 * number + 4))
@@ -249,7 +249,7 @@ def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(
         0, answered(job, batches, ["#1"] * PROMPTS * GROUP, [FAILED] * PROMPTS * GROUP)
     )
     assert np.isnan([scored.reward, *scored.outcomes.values()]).all()
-    assert not np.asarray(scored.finished.valid).any()
+    assert not np.asarray(scored.scored.valid).any()
 
 
 def test_batches_differ_and_repeat(job: Job, batches: Batches) -> None:

@@ -52,13 +52,14 @@ meshes.sum_over_processes = lambda table: (summed.append(table.size), add(table)
 
 asked = batches.source.place_training(0)
 here = np.flatnonzero(batches.source._is_held)
-questions = meshes.local_rows(asked.tokens, here)
-expected = [batches.source._problems_at(0, batches.source._is_held)[int(place)].ids for place in here]
+questions = meshes.read_local_rows(asked.tokens, here)
+placed_problems = batches.source._problems_at(0, batches.source._is_held)
+expected = [placed_problems[int(place)].ids for place in here]
 assert [tuple(row[:len(ids)]) for row, ids in zip(questions, expected)] == expected
 rows = np.flatnonzero(np.repeat(batches.source._is_held, group))
-like = job.step.nothing_finished(prompts * group).rollout
+like = job.step.empty_scored_rollout(prompts * group).rollout
 like = jax.tree.map(
-    lambda leaf: jax.device_put(leaf, meshes.rows_sharding(job.mesh)) if leaf.ndim else leaf, like
+    lambda leaf: jax.device_put(leaf, meshes.row_sharding(job.mesh)) if leaf.ndim else leaf, like
 )
 def of(name, value):
     leaf = getattr(like, name)

@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec.config.as_json import to_json
 from jaxspec.config.settings import DataConfig, EngineConfig
-from jaxspec.host import workdir
+from jaxspec.host import starts, workdir
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.tokens.tokenizer import character_tokenizer
@@ -62,7 +62,7 @@ class TestNothingIsErased:
         """However few batches have metrics: a run that is stopped saves at once."""
         here = job_of(job, tmp_path)
         begun(tmp_path, here.config, batches=3, checkpoints=(6,))
-        workdir.note_saved(tmp_path)
+        workdir.mark_saved(tmp_path)
         (tmp_path / "checkpoints" / "6").rmdir()
         told = refusal(here)
         assert "metrics of 3 batches" in told
@@ -102,7 +102,7 @@ class TestNothingIsErased:
     ) -> None:
         here = job_of(job, tmp_path)
         begun(tmp_path, here.config, batches=9)
-        with workdir.held(here):
+        with workdir.lock_workdir(here):
             assert [
                 "starting over" in line and "metrics of 9 batches" in line for line in here.told
             ] == [True]
@@ -118,7 +118,7 @@ class TestNothingIsErased:
                 batches=0 if checkpoints is None else 5,
                 checkpoints=checkpoints,
             )
-            with workdir.held(here):
+            with workdir.lock_workdir(here):
                 assert here.told == []
 
 
@@ -198,10 +198,10 @@ def test_the_micro_batch_that_a_run_chose_is_taken_again(
     written["batch"]["micro_tokens"] = saved
     (tmp_path / "config.json").write_text(json.dumps(written))
     started_on(tmp_path, backend)
-    taken = workdir.as_begun(resumed, tmp_path)
+    taken = workdir.restore_sizes(resumed, tmp_path)
     assert taken.config.batch.micro_tokens == (found or 0)
     if found and not asked:
-        assert taken.step.learner.tokens == found
+        assert taken.step.learner.micro_tokens == found
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_the_engine_that_a_run_chose_is_taken_again(
     written["rollout"]["engine"] |= dict(zip(("slots", "page_size", "pages"), saved, strict=True))
     (tmp_path / "config.json").write_text(json.dumps(written))
     started_on(tmp_path, "cpu")
-    with workdir.held(resumed):  # it is the same run whatever its engine's sizes
-        taken = workdir.as_begun(resumed, tmp_path)
+    with workdir.lock_workdir(resumed):  # it is the same run whatever its engine's sizes
+        taken = workdir.restore_sizes(resumed, tmp_path)
     assert taken.step.sizes[1:] == found
     engine = taken.config.rollout.engine
     for name, size in zip(("slots", "page_size", "pages"), found, strict=True):
@@ -264,8 +264,8 @@ class TestWhatItBeganWith:
 
     def started(self, here: Listening, saved: bool = True) -> list[str]:
         """A start that has got as far as its first checkpoint; what it said."""
-        with workdir.held(here) as folder:
-            workdir.claim(here, folder, workdir.announced(here, folder))
+        with workdir.lock_workdir(here) as folder:
+            starts.record_start(here, folder, starts.report_start(here, folder))
             if saved:
                 (folder / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
         return here.told

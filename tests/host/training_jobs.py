@@ -19,10 +19,10 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.host.job import Job, make_job
-from jaxspec.preparation import draft as draft_training
+from jaxspec.preparation import draft_training
 from jaxspec.preparation import policy as warm_start
-from jaxspec.preparation.draft import cached_draft
-from jaxspec.preparation.draft_data import training_text
+from jaxspec.preparation.draft import get_or_train_draft
+from jaxspec.preparation.draft_data import read_training_text
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import character_tokenizer
@@ -60,7 +60,7 @@ class Seen(Progress):
         self.said: list[str] = []
         self._dies_at = dies_at
 
-    def say(self, message: str) -> None:
+    def print_line(self, message: str) -> None:
         self.said.append(message)
 
     def update(self, step: int, **numbers: float | int | None) -> None:
@@ -91,7 +91,9 @@ def a_job(
 
 
 def trained_draft(job: Job, interrupt: Interrupt) -> Path:
-    return cached_draft(job, interrupt, training_text(job.config, job.tokenizer, job.say))
+    return get_or_train_draft(
+        job, interrupt, read_training_text(job.config, job.tokenizer, job.say)
+    )
 
 
 def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ WHOLE, NUMBER = "a whole number from 1 to 2,147,483,647", "a positive number"
             ["1", 0, -1.5, True, [1], float("inf"), float("nan"), 10**400],
             NUMBER,
         ),
-        (lambda keys, key: keys.flag(key, True), ["false", 0, [], {}], "true or false"),
+        (lambda keys, key: keys.get_bool(key, True), ["false", 0, [], {}], "true or false"),
         (JsonObject.get_string, [1, ["x"], {}, True], "a string"),
         (JsonObject.get_strings, ["x", [1], {"a": 1}, 3], "a list of strings"),
         (JsonObject.get_ints, ["1", 1, [1.0], [True], [None]], "a list of whole numbers"),

@@ -54,7 +54,7 @@ def test_all_streams_of_the_host_are_distinct() -> None:
 def test_weights_come_from_streams_of_their_own() -> None:
     config = tiny_config(tiny_model(dtype="float32"), seed=3)
     step = build_step(config, small_mesh(1), (), 11)
-    state = jax.jit(step.fresh)()
+    state = jax.jit(step.init_random_state)()
     policy = Decoder(config.model, stream_key(3, Stream.POLICY_WEIGHTS))
     network = build_network(config.draft_spec, stream_key(3, Stream.DRAFT_WEIGHTS))
     learner = state.learner
@@ -79,12 +79,12 @@ def test_the_pilot_has_coins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         seen.extend(int(each.stream) for each in arguments if isinstance(each, Prompts))
         raise Enough
 
-    monkeypatch.setattr(round_cost, "ahead_with", record)
+    monkeypatch.setattr(round_cost, "compile_for_generator", record)
     draft = tiny_config().rollout.draft.__class__(draft_length="auto")
     step = build_step(tiny_config(tiny_model(dtype="float32"), draft), small_mesh(1), (), 11)
-    state = jax.jit(step.fresh)()
+    state = jax.jit(step.init_random_state)()
     with pytest.raises(Enough):
-        round_cost.with_chooser(
+        round_cost.add_length_chooser(
             step, state, tiny_prompts(8).replace(stream=jax.numpy.int32(Stream.TRAIN))
         )
     assert seen == [Stream.PILOT]

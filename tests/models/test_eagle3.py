@@ -164,8 +164,11 @@ def test_an_embedding_of_its_own_is_looked_up_and_never_trained(target: Decoder)
             made.embed_tokens(target, jnp.asarray(tokens)),
             numpy_weights(owner)["embedding"][tokens],
         )
-    assert optimizers.parameters(head).embedding is None
-    assert optimizers.with_parameters(head, optimizers.parameters(head)).embedding is not None
+    assert optimizers.trainable_parameters(head).embedding is None
+    assert (
+        optimizers.replace_parameters(head, optimizers.trainable_parameters(head)).embedding
+        is not None
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig, LoraConfig
 from jaxspec.hf.peft import adapter_config_json
-from jaxspec.host.programs import abstract
+from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec
-from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
+from jaxspec.mesh import ROWS, TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.models.lora import (
@@ -162,9 +162,9 @@ def test_an_update_moves_the_adapters_by_the_chained_gradient_and_nothing_else()
 
     @jax.jit
     def both(network: AdaptedDecoder) -> Any:
-        learner = optimizers.start(network, optimizer)
+        learner = optimizers.init_state(network, optimizer)
         loss, gradients = value_and_grad(lambda trained: plain(merge_lora(trained)), network)
-        return optimizers.update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(
+        return optimizers.apply_update(learner, gradients, loss, optimizer)[0], jax.grad(plain)(
             merge_lora(network)
         )
 
@@ -195,13 +195,13 @@ def test_the_optimizer_holds_adapters_only_and_they_lie_where_their_weights_do()
         (1,),
         MODEL.vocab,
     )
-    state = jax.eval_shape(step.fresh)
+    state = jax.eval_shape(step.init_random_state)
     moments = jax.tree.leaves(state.learner.policy.optimizer)
     adapters = jax.tree.leaves(state.learner.policy.network.adapters)
     assert sorted(leaf.shape for leaf in moments if leaf.ndim) == sorted(
         2 * [leaf.shape for leaf in adapters]
     )
-    layout = shardings(
+    layout = assign_shardings(
         small_mesh(4, 2), state.learner.policy.network, LOGICAL_AXES | ADAPTER_AXES, TRAIN_RULES
     )
     specs = {
@@ -221,7 +221,7 @@ def test_every_phase_of_a_step_takes_adapters() -> None:
     """Traced only: from a state with adapters to one of the same shapes, with a rollout that a
     plain decoder made."""
     step = build_step(tiny_config(lora=LoraConfig(rank=2)), small_mesh(), (1,), 11)
-    state, finished, prompts = abstract(step, 8)
+    state, finished, prompts = abstract_arguments(step, 8)
     after: TrainState = jax.eval_shape(step.train_step, state, finished, prompts)[0]
     assert isinstance(after.learner.policy.network, AdaptedDecoder)
     assert jax.tree.structure(after) == jax.tree.structure(state)

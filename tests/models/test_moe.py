@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.kernels import exchange, grouped
 from jaxspec.kernels.grouped import expert_swiglu
-from jaxspec.mesh import EXPERT, ROWS, TENSOR, make_mesh, on_each_shard
+from jaxspec.mesh import EXPERT, ROWS, TENSOR, make_mesh, shard_map_rows
 from jaxspec.models import moe
 from jaxspec.models.moe import Traffic, mixture_of_experts
 
@@ -102,7 +102,7 @@ def test_it_does_not_matter_who_holds_the_experts(
         return output, (of_x, *summed)
 
     specs = P(ROWS), P(), (P(EXPERT),) * 3
-    run = on_each_shard(mesh, shard, (*specs, P(ROWS)), (P(ROWS), specs))
+    run = shard_map_rows(mesh, shard, (*specs, P(ROWS)), (P(ROWS), specs))
     places = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         (P(ROWS), P(), split, P(ROWS)),
@@ -137,7 +137,7 @@ def ragged(
 
 def test_nor_whether_only_those_rows_travel_that_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs."""
-    monkeypatch.setattr(exchange, "gpus_in_scope", lambda: True)
+    monkeypatch.setattr(exchange, "has_gpus_in_scope", lambda: True)
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged)
     test_it_does_not_matter_who_holds_the_experts(2, 2, 2, "float64", 1e-12)
     test_a_token_that_all_send_to_one_member_gets_there()
@@ -150,7 +150,7 @@ def test_a_token_that_all_send_to_one_member_gets_there() -> None:
     x = x.at[:, :, 0].set(1.0)
     mesh = make_mesh(1, 1, 4)
     specs = P(ROWS), P(), (P(EXPERT),) * 3
-    run = on_each_shard(mesh, lambda *given: by_blocks(*given, normalize=True), specs, P(ROWS))
+    run = shard_map_rows(mesh, lambda *given: by_blocks(*given, normalize=True), specs, P(ROWS))
     found = jax.jit(run)(x, router, experts)
     assert_near(found, by_all(x, router, experts, True), 1e-12)
 

@@ -317,7 +317,7 @@ def test_policy_and_draft_are_arranged_for_their_own_passes(
 ) -> None:
     monkeypatch.setenv("NPROC", str(threads))
     step = step_of(rows, kind, length)
-    ready = jax.eval_shape(step.sync, jax.eval_shape(step.fresh))
+    ready = jax.eval_shape(step.sync, jax.eval_shape(step.init_random_state))
     target, drafter = ready.target, ready.drafter
     assert type(target.layers[0].qkv) is policy
     if draft is None:

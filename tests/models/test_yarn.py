@@ -15,7 +15,7 @@ from jaxspec.inputs.spec import ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import rotary_frequencies
 from jaxspec.rl import optimizers
-from jaxspec.state import Trained
+from jaxspec.state import NetworkState
 from tests.conftest import FOR_LONG_RUNS, tiny_model, value_and_grad
 from tests.dense import positions_of
 
@@ -103,17 +103,17 @@ def trained(
     policy: Decoder, batches: tuple[np.ndarray, np.ndarray], learning_rate: float
 ) -> Decoder:
     optimizer = optimizers.adamw(
-        optimizers.scheduled("constant", learning_rate, 30, 60), grad_clip=1.0
+        optimizers.warmup_schedule("constant", learning_rate, 30, 60), grad_clip=1.0
     )
 
-    def step(learnt: Trained, batch: tuple[jax.Array, jax.Array]) -> tuple[Trained, None]:
+    def step(learnt: NetworkState, batch: tuple[jax.Array, jax.Array]) -> tuple[NetworkState, None]:
         value, gradients = value_and_grad(lambda network: loss(network, *batch), learnt.network)
-        return optimizers.update(learnt, gradients, value, optimizer)[0], None
+        return optimizers.apply_update(learnt, gradients, value, optimizer)[0], None
 
     return jax.jit(
         lambda learnt, batches: jax.lax.scan(step, learnt, batches)[0],
         compiler_options=FOR_LONG_RUNS,
-    )(optimizers.start(policy, optimizer), batches).network
+    )(optimizers.init_state(policy, optimizer), batches).network
 
 
 def with_config(policy: Decoder, config: ModelSpec) -> Decoder:

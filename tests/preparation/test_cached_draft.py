@@ -20,9 +20,9 @@ from jaxspec.data.problems import load_sets
 from jaxspec.host import round_cost
 from jaxspec.host.job import Job
 from jaxspec.models.decoder import Decoder
-from jaxspec.preparation import draft as draft_training
+from jaxspec.preparation import draft, draft_training
 from jaxspec.preparation.draft import ACCEPTANCE
-from jaxspec.preparation.draft_data import Rows
+from jaxspec.preparation.draft_data import TextRows
 from jaxspec.preparation.policy import policy_key
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.storage.cache import read_sources
@@ -65,7 +65,7 @@ class TestCachedDraft:
             first, reached = np.load(weights), json.loads(weights.with_name(ACCEPTANCE).read_text())
             assert [path.name for path in cache.glob("*.partial")] == ["0123456789abcdef.partial"]
             assert reached["responses"] == 4
-            assert len(reached["acceptance"]) == draft_training.DEPTHS
+            assert len(reached["acceptance"]) == draft_training.MIN_DEPTHS
             monkeypatch.setenv("JAXSPEC_CACHE", str(cache.with_name("another")))
             second = np.load(trained_draft(job, interrupt))
         assert all(np.array_equal(first[name], second[name]) for name in first.files)
@@ -79,14 +79,14 @@ class TestCachedDraft:
         job = a_job(offline=OfflineConfig(samples=12, rows=4, steps=1, text=str(path)))
         trained, measured = [], []
 
-        def remember_training(job: Job, policy: Any, rows: Rows, *rest: Any) -> Any:
+        def remember_training(job: Job, policy: Any, rows: TextRows, *rest: Any) -> Any:
             trained.append(rows)
             return tiny_network(eagle3, job.config.model)
 
-        monkeypatch.setattr(draft_training, "train", remember_training)
+        monkeypatch.setattr(draft_training, "train_draft", remember_training)
         monkeypatch.setattr(
             draft_training,
-            "measure",
+            "measure_acceptance",
             lambda job, policy, network, held_out: measured.append(held_out) or [0.5],
         )
         with Interrupt() as interrupt:
@@ -107,11 +107,11 @@ class TestCachedDraft:
     ) -> None:
         job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=1))
         monkeypatch.setattr(
-            draft_training, "train", lambda job, *_: tiny_network(eagle3, job.config.model)
+            draft_training, "train_draft", lambda job, *_: tiny_network(eagle3, job.config.model)
         )
-        monkeypatch.setattr(draft_training, "measure", lambda *_: [0.5])
+        monkeypatch.setattr(draft_training, "measure_acceptance", lambda *_: [0.5])
         cache.mkdir()
-        (cache / f"{draft_training._key(job, None)}.partial").write_text("no folder")
+        (cache / f"{draft._draft_key(job, None)}.partial").write_text("no folder")
         with Interrupt() as interrupt:
             assert trained_draft(job, interrupt).exists()
         assert not list(cache.glob("*.partial"))
@@ -124,13 +124,13 @@ class TestCachedDraft:
         assert all(
             [
                 policy_key(job),
-                draft_training._key(job, None),
-                round_cost._key(job.step.generator, 6),
+                draft._draft_key(job, None),
+                round_cost._cost_key(job.step.generator, 6),
             ]
         )
         prompts = "data/problem_source data/messages data/json_lines data/problems tokens/turns"
         prompts += " tokens/chat_template tokens/template_process"
-        assert {f"{name}.py" for name in prompts.split()} <= set(draft_training.CODE)
+        assert {f"{name}.py" for name in prompts.split()} <= set(draft.CODE_FILES)
         with pytest.raises(ValueError, match=r"nothing\*\.py"):
             read_sources("step.py", "nothing*.py")
 
@@ -149,15 +149,15 @@ class TestCachedDraft:
         job = a_job(rollout=rollout, offline=OfflineConfig(samples=24, rows=8, steps=2))
         policy = tiny_network(Decoder, job.config.model)
         policy = with_weights(policy, embedding=policy.embedding[...].at[seven].set(np.nan))
-        monkeypatch.setattr(draft_training, "load_policy", lambda job, interrupt: policy)
+        monkeypatch.setattr(draft, "load_policy", lambda job, interrupt: policy)
         trained = []
-        plain = draft_training.train
+        plain = draft.train_draft
 
-        def remember(job: Job, policy: Any, rows: Rows, *rest: Any) -> Any:
+        def remember(job: Job, policy: Any, rows: TextRows, *rest: Any) -> Any:
             trained.append(rows)
             return plain(job, policy, rows, *rest)
 
-        monkeypatch.setattr(draft_training, "train", remember)
+        monkeypatch.setattr(draft, "train_draft", remember)
         with Interrupt() as interrupt:
             weights = trained_draft(job, interrupt)
         assert all(
@@ -182,7 +182,7 @@ class TestCachedDraft:
         def build(job: Job, interrupt: Interrupt, text: Any, partial: Path, folder: Path) -> None:
             (folder / "weights.npz").write_bytes(b"")
 
-        monkeypatch.setattr(draft_training, "build", build)
+        monkeypatch.setattr(draft, "build_draft", build)
 
         def rollout(draft: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
             return {

@@ -10,13 +10,22 @@ import pytest
 
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.mesh import replicated
+from jaxspec.mesh import replicated_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from jaxspec.preparation import draft as draft_training
-from jaxspec.preparation import draft_data
-from jaxspec.preparation.draft import collect, measure, tokens_kept, train
-from jaxspec.preparation.draft_data import Rows, answered, read_states, states_fit
+from jaxspec.preparation import draft_data, draft_training
+from jaxspec.preparation.draft_data import (
+    TextRows,
+    compute_states,
+    rows_from_sft,
+    should_keep_states,
+)
+from jaxspec.preparation.draft_training import (
+    acceptance_lengths,
+    collect_responses,
+    measure_acceptance,
+    train_draft,
+)
 from jaxspec.rl.train_batch import read_lengths
 from jaxspec.storage.cache import save_tree
 from tests.conftest import small_mesh, tiny_network
@@ -24,13 +33,13 @@ from tests.host.training_jobs import VOCAB, Killed, Seen, a_job, always_kept, sa
 from tests.twins import numpy_decoder, numpy_softmax, numpy_taps
 
 
-def random_rows(count: int, seed: int = 0) -> Rows:
+def random_rows(count: int, seed: int = 0) -> TextRows:
     """Prompts of 2 to 6 tokens and responses of 0 to 6."""
     random = np.random.default_rng(seed)
     starts = random.integers(2, 7, count).astype(np.int32)
     tokens = random.integers(0, VOCAB, (count, 12)).astype(np.int32)
     lengths = (starts + random.integers(0, 7, count)).astype(np.int32)
-    return answered(SftBatch(tokens, starts, lengths))
+    return rows_from_sft(SftBatch(tokens, starts, lengths))
 
 
 class TestTrain:
@@ -47,7 +56,7 @@ class TestTrain:
         job, rows = a_job(kind, draft=draft), random_rows(13)
         policy = tiny_network(Decoder, job.config.model)
         monkeypatch.setattr(draft_training, "KEEP_SECONDS", float("inf"))
-        whole = train(job, policy, rows, tmp_path, Seen())
+        whole = train_draft(job, policy, rows, tmp_path, Seen())
         assert not list(tmp_path.iterdir())
         always_kept(monkeypatch)
         keeps = iter([True, True, False, False])  # the last steps before the kill are lost
@@ -58,25 +67,25 @@ class TestTrain:
             lambda file, tree: original(file, tree) if next(keeps, True) else None,
         )
         with pytest.raises(Killed):
-            train(job, policy, rows, tmp_path, Seen(dies_at=4))
+            train_draft(job, policy, rows, tmp_path, Seen(dies_at=4))
         (tmp_path / "learner.npz.tmp").write_bytes(b"half a file")
         seen = Seen()
-        resumed = train(job, policy, rows, tmp_path, seen)
+        resumed = train_draft(job, policy, rows, tmp_path, seen)
         assert seen.steps == [3, 4, 5, 6]
         assert same_bits(whole, resumed)
-        again = train(job, policy, rows, tmp_path, Seen())
+        again = train_draft(job, policy, rows, tmp_path, Seen())
         assert same_bits(whole, again)  # nothing left to do
         kept = tmp_path / "learner.npz"
         kept.write_bytes(kept.read_bytes()[:-100])
         seen = Seen()
-        assert same_bits(whole, train(job, policy, rows, tmp_path, seen))
+        assert same_bits(whole, train_draft(job, policy, rows, tmp_path, seen))
         assert seen.steps == [1, 2, 3, 4, 5, 6]
         assert [str(kept) in line and "made anew" in line for line in seen.said] == [True]
 
     def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path: Path) -> None:
         job = a_job(draft={"vocab": 12})
-        rows = Rows(np.full((4, 12), 17, np.int32), np.full((4, 12), True))
-        network = train(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
+        rows = TextRows(np.full((4, 12), 17, np.int32), np.full((4, 12), True))
+        network = train_draft(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
         assert network.vocabulary[...].tolist() == [*range(11), 17]  # the end token is 1
 
 
@@ -86,7 +95,7 @@ class TestStates:
         job, rows = a_job(shards=shards), random_rows(13)
         policy = tiny_network(Decoder, job.config.model)
         seen = Seen()
-        states = read_states(job, policy, rows, 24, seen)
+        states = compute_states(job, policy, rows, 24, seen)
         assert seen.steps[-1] == len(states.hidden) == 13
         for row, length in enumerate(read_lengths(rows.mask)):
             _, hidden, boundaries = numpy_decoder(policy, rows.tokens[row, :length])
@@ -109,12 +118,12 @@ class TestStates:
     ) -> None:
         job, rows = a_job(kind, shards=2), random_rows(13)
         policy = tiny_network(Decoder, job.config.model)
-        direct = train(job, policy, rows, tmp_path / "direct", Seen())
-        states = read_states(job, policy, rows, 24, Seen())
+        direct = train_draft(job, policy, rows, tmp_path / "direct", Seen())
+        states = compute_states(job, policy, rows, 24, Seen())
         # one that would teach something else, but for its embedding and its head
         other = tiny_network(Decoder, job.config.model, 5)
         other.embedding, other.head = policy.embedding, policy.head
-        taught = train(job, other, rows, tmp_path / "kept", Seen(), states=states)
+        taught = train_draft(job, other, rows, tmp_path / "kept", Seen(), states=states)
         for one, two in zip(jax.tree.leaves(direct), jax.tree.leaves(taught), strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
 
@@ -122,16 +131,16 @@ class TestStates:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         job = a_job()  # 6 updates of 4 rows
-        assert states_fit(job, random_rows(23))
-        assert not states_fit(job, random_rows(24))
-        monkeypatch.setattr(draft_data, "MOST_STATES", 8 * 12 * 4 * 4 * job.config.model.embed)
-        assert states_fit(job, random_rows(8))
-        assert not states_fit(job, random_rows(9))
+        assert should_keep_states(job, random_rows(23))
+        assert not should_keep_states(job, random_rows(24))
+        monkeypatch.setattr(draft_data, "MAX_STATE_BYTES", 8 * 12 * 4 * 4 * job.config.model.embed)
+        assert should_keep_states(job, random_rows(8))
+        assert not should_keep_states(job, random_rows(9))
 
 
 class TestKept:
     def layout(self, **arrays: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        whole = replicated(small_mesh())
+        whole = replicated_sharding(small_mesh())
         return {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole)
             for name, array in arrays.items()
@@ -140,7 +149,7 @@ class TestKept:
     def test_a_folder_in_its_place_is_discarded(self, tmp_path: Path) -> None:
         file, seen = tmp_path / "learner.npz", Seen()
         (file / "inside").mkdir(parents=True)
-        assert draft_training._kept(file, self.layout(a=np.zeros(3)), seen) is None
+        assert draft_training._load_partial_together(file, self.layout(a=np.zeros(3)), seen) is None
         assert not file.exists()
         assert [str(file) in line and "made anew" in line for line in seen.said] == [True]
 
@@ -155,7 +164,7 @@ class TestKept:
 
         monkeypatch.setattr(np, "load", refused)
         with pytest.raises(ConfigError, match=r"learner.npz cannot be read: Permission denied"):
-            draft_training._kept(file, self.layout(a=np.zeros(3)), Seen())
+            draft_training._load_partial_together(file, self.layout(a=np.zeros(3)), Seen())
         assert file.exists()
 
     def test_one_with_other_arrays_is_to_be_removed(self, tmp_path: Path) -> None:
@@ -168,7 +177,7 @@ class TestKept:
                 r" made anew$"
             ),
         ):
-            draft_training._kept(file, self.layout(a=np.zeros(3)), Seen())
+            draft_training._load_partial_together(file, self.layout(a=np.zeros(3)), Seen())
 
 
 class TestCollect:
@@ -178,17 +187,17 @@ class TestCollect:
         kept, killed = tmp_path / "kept", tmp_path / "killed"
         kept.mkdir()
         killed.mkdir()
-        whole = collect(job, policy, [0, 1, 5], kept, Seen())
+        whole = collect_responses(job, policy, [0, 1, 5], kept, Seen())
         with pytest.raises(Killed):
-            collect(job, policy, [0, 1, 5], killed, Seen(dies_at=4))
+            collect_responses(job, policy, [0, 1, 5], killed, Seen(dies_at=4))
         (killed / "responses-1.npz.tmp").write_bytes(b"half a file")
-        mixed = collect(job, other, [0, 1, 5], killed, Seen())
+        mixed = collect_responses(job, other, [0, 1, 5], killed, Seen())
         assert same_bits(mixed[0], whole[0])  # kept
         assert not same_bits(mixed[1], whole[1])  # sampled now, from the other policy
         damaged = killed / "responses-1.npz"
         damaged.write_bytes(damaged.read_bytes()[:-100])
         seen = Seen()
-        assert same_bits(collect(job, other, [5, 1, 0], killed, seen), mixed)
+        assert same_bits(collect_responses(job, other, [5, 1, 0], killed, seen), mixed)
         assert [str(damaged) in line and "made anew" in line for line in seen.said] == [True]
 
 
@@ -199,7 +208,7 @@ class TestMeasure:
             tiny_network(Decoder, job.config.model, seed=seed, scale=2.0) for seed in (0, 1)
         )
         # three turns each
-        chats = Rows(random_rows(4, seed=4).tokens, np.tile(np.arange(12) % 4 > 1, (4, 1)))
+        chats = TextRows(random_rows(4, seed=4).tokens, np.tile(np.arange(12) % 4 > 1, (4, 1)))
         held_out, overlaps = [random_rows(4, seed=3), chats], []
         for batch in held_out:
             for tokens, mask in zip(*batch, strict=True):
@@ -212,16 +221,16 @@ class TestMeasure:
                 ]
         assert len(overlaps) > 20
         np.testing.assert_allclose(
-            measure(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4
+            measure_acceptance(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4
         )
 
     def test_deeper_than_it_was_trained_or_is_used_and_each_depth_after_those_before(self) -> None:
         job = a_job("mtp")
         policy = tiny_network(Decoder, job.config.model)
         network = tiny_network(Mtp, job.config.model)
-        acceptance = measure(job, policy, network, [random_rows(4)])
-        assert len(acceptance) == draft_training.DEPTHS
+        acceptance = measure_acceptance(job, policy, network, [random_rows(4)])
+        assert len(acceptance) == draft_training.MIN_DEPTHS
         assert all(0 < share < 1 for share in acceptance)
 
     def test_tokens_kept(self) -> None:
-        assert tokens_kept([0.5, 0.5, 1.0]) == pytest.approx([1.5, 1.75, 2.0])
+        assert acceptance_lengths([0.5, 0.5, 1.0]) == pytest.approx([1.5, 1.75, 2.0])

@@ -14,16 +14,21 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig
-from jaxspec.drafts.kinds import learned
+from jaxspec.drafts.kinds import get_learned
 from jaxspec.drafts.unroll import UNROLL
 from jaxspec.inputs.spec import HeadSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
-from jaxspec.preparation.draft_check import POOR, Reading, measured_agreement, report
+from jaxspec.preparation.draft_check import (
+    POOR_AGREEMENT,
+    DraftCheck,
+    describe_check,
+    measure_agreement,
+)
 from jaxspec.rl import optimizers
-from jaxspec.rl.draft_objective import Objective, cross_entropy, draft_loss
-from jaxspec.rl.train_batch import whole_rows
+from jaxspec.rl.draft_objective import DraftObjective, compute_draft_loss, cross_entropy
+from jaxspec.rl.train_batch import rows_to_pack
 from jaxspec.rollout.generator import Generator
 from tests.conftest import (
     eagle3,
@@ -54,19 +59,20 @@ def policy() -> Decoder:
 
 def trained(network: Any, taps: tuple[int, ...], updates: int) -> Any:
     """The network after some updates on the very texts that it is probed on."""
-    texts = whole_rows(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
+    texts = rows_to_pack(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
     forward = jax.jit(lambda target: target(texts.tokens, texts.positions, taps=taps))(policy())
-    objective = Objective(cross_entropy, 2, 1.0, 1.0, UNROLL)
+    objective = DraftObjective(cross_entropy, 2, 1.0, 1.0, UNROLL)
     optimizer = optimizers.adamw(8e-3, 1.0)
 
     def update(_: Any, learner: Any) -> Any:
         loss, slope = value_and_grad(
-            lambda made: draft_loss(made, policy(), forward, texts, objective).loss, learner.network
+            lambda made: compute_draft_loss(made, policy(), forward, texts, objective).loss,
+            learner.network,
         )
-        return optimizers.update(learner, slope, loss, optimizer)[0]
+        return optimizers.apply_update(learner, slope, loss, optimizer)[0]
 
     return jax.jit(lambda learner: jax.lax.fori_loop(0, updates, update, learner))(
-        optimizers.start(network, optimizer)
+        optimizers.init_state(network, optimizer)
     ).network
 
 
@@ -104,8 +110,8 @@ def rewired(network: Any, **settings: Any) -> Any:
 def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
     """The numbers of depth 1 against numpy: how often both likeliest tokens are the same, and the
     overlap of the laws."""
-    reading = measured_agreement(
-        generator_for("eagle3"), learned("eagle3"), policy(), head(), TOKENS, LENGTHS
+    reading = measure_agreement(
+        generator_for("eagle3"), get_learned("eagle3"), policy(), head(), TOKENS, LENGTHS
     )
     assert min(reading.agreement) > 0.9
     assert reading.tokens == (LENGTHS - 2).sum()
@@ -121,9 +127,9 @@ def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
         law = numpy_softmax(logits[t + 1])
         same.append(IDS[drafted.argmax()] == law.argmax())
         overlap.append(np.minimum(drafted, law[IDS]).sum())
-    alone = measured_agreement(
+    alone = measure_agreement(
         generator_for("eagle3"),
-        learned("eagle3"),
+        get_learned("eagle3"),
         policy(),
         head(),
         TOKENS[row : row + 1],
@@ -134,12 +140,12 @@ def test_a_trained_head_agrees_and_nothing_is_tried() -> None:
 
 
 def test_the_report_is_one_line_with_every_number() -> None:
-    said = report(Reading([0.71, 0.6], [0.5, 0.25], 320))
+    said = describe_check(DraftCheck([0.71, 0.6], [0.5, 0.25], 320))
     assert (
         said == "the draft's likeliest token is the policy's in 71%, 60% of 320 prompt tokens (by"
         " depth); expected acceptance 0.50, 0.25, hence 1.62 tokens a round"
     )
-    assert "could not be compared" in report(Reading([0.0], [0.0], 0))
+    assert "could not be compared" in describe_check(DraftCheck([0.0], [0.0], 0))
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
@@ -195,9 +201,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
 def test_each_mistake_is_named_with_what_mends_it(name: str) -> None:
     network, taps, said = MISTAKES[name]
     kind = "mtp" if name == "order" else "eagle3"
-    reading = measured_agreement(
+    reading = measure_agreement(
         generator_for(kind, taps),
-        learned(kind),
+        get_learned(kind),
         policy(),
         network(),
         TOKENS,
@@ -208,29 +214,34 @@ def test_each_mistake_is_named_with_what_mends_it(name: str) -> None:
 
 @pytest.mark.slow
 def test_trained_layers_agree() -> None:
-    reading = measured_agreement(
-        generator_for("mtp"), learned("mtp"), policy(), layer(), TOKENS, LENGTHS
+    reading = measure_agreement(
+        generator_for("mtp"), get_learned("mtp"), policy(), layer(), TOKENS, LENGTHS
     )
     assert min(reading.agreement) > 0.9
     assert reading.warning == ""
 
 
 def test_a_few_tokens_are_not_judged() -> None:
-    reading = measured_agreement(
-        generator_for("eagle3"), learned("eagle3"), policy(), fresh(3), TOKENS[:1], np.array([SIZE])
+    reading = measure_agreement(
+        generator_for("eagle3"),
+        get_learned("eagle3"),
+        policy(),
+        fresh(3),
+        TOKENS[:1],
+        np.array([SIZE]),
     )
-    assert reading.agreement[0] < POOR
+    assert reading.agreement[0] < POOR_AGREEMENT
     assert reading.warning == ""
 
 
 def test_what_is_tried() -> None:
     """One thing at a time, and nothing that is as it was, outside the policy's layers, or no
     vocabulary at all."""
-    tried = list(learned("eagle3").repairs(fresh(0), (0, 3, 5), MODEL))
+    tried = list(get_learned("eagle3").list_repairs(fresh(0), (0, 3, 5), MODEL))
     assert [repair.taps for repair in tried] == [(1, 4, 6), *[(0, 3, 5)] * (len(tried) - 1)]
-    assert [repair.mend for repair in tried[1:]] == [
+    assert [repair.remedy for repair in tried[1:]] == [
         '"norm_before_residual": true in the draft\'s config.json',
         '"norm_output": true in the draft\'s config.json',
         '"rope_theta": 10000 in the draft\'s config.json',
     ]
-    assert list(learned("model").repairs(policy(), (), MODEL)) == []
+    assert list(get_learned("model").list_repairs(policy(), (), MODEL)) == []

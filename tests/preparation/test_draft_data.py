@@ -14,16 +14,16 @@ from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.preparation.draft_data import (
-    Rows,
-    answered,
-    batch_of,
+    TextRows,
+    batch_rows,
     coverage,
-    in_batches,
-    in_use,
-    joined,
-    responder,
-    split,
-    vocabulary,
+    hold_out_batches,
+    join_rows,
+    make_responder,
+    rows_from_sft,
+    select_batch,
+    select_usable_rows,
+    select_vocabulary,
 )
 from tests.conftest import small_mesh, tiny_network, with_weights
 from tests.host.training_jobs import END, TOKENIZER, a_config
@@ -42,7 +42,7 @@ def poisoned(job: Job) -> Decoder:
     return with_weights(policy, embedding=policy.embedding[...].at[SEVEN].set(np.nan))
 
 
-def some_rows(*rows: tuple[list[int], list[int]]) -> Rows:
+def some_rows(*rows: tuple[list[int], list[int]]) -> TextRows:
     """Prompts and responses end to end."""
     size = max(len(prompt) + len(response) for prompt, response in rows) + 1
     tokens = np.array(
@@ -53,7 +53,7 @@ def some_rows(*rows: tuple[list[int], list[int]]) -> Rows:
         np.int32,
     )
     starts = np.array([len(prompt) for prompt, _ in rows], np.int32)
-    return answered(
+    return rows_from_sft(
         SftBatch(
             tokens, starts, starts + np.array([len(response) for _, response in rows], np.int32)
         )
@@ -68,7 +68,7 @@ class TestSplit:
     def test_the_last_sixteenth_is_held_out_and_at_least_a_batch(
         self, samples, rows, trained, held_out
     ) -> None:
-        ours, theirs = split(OfflineConfig(samples=samples, rows=rows))
+        ours, theirs = hold_out_batches(OfflineConfig(samples=samples, rows=rows))
         assert [*ours, *theirs] == list(range(trained + held_out))
         assert (len(ours), len(theirs)) == (trained, held_out)
 
@@ -82,7 +82,7 @@ class TestResponder:
         job = a_job(rollout={"temperature": 0.0, "banned": (5, 6), "min_new_tokens": 2})
         policy = tiny_network(Decoder, job.config.model, scale=2.0)
         stream = load_sets(job.config, job.tokenizer).make_stream(job.config.seed)
-        respond = responder(job, policy)
+        respond = make_responder(job, policy)
         for number in (0, 3):
             batch = respond(number)
             for row, (tokens, start, end) in enumerate(zip(*batch, strict=True)):
@@ -113,16 +113,16 @@ class TestResponder:
         """Whatever lengths and pool are those of the run."""
         job = a_job(rollout=rollout)
         policy = tiny_network(Decoder, job.config.model)
-        respond = responder(job, policy)
+        respond = make_responder(job, policy)
         first, second = respond(1), respond(2)
-        again = responder(job, policy)(1)
+        again = make_responder(job, policy)(1)
         assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
         assert not np.array_equal(first.tokens[:, 6:], second.tokens[:, 6:])
 
     def test_a_response_that_failed_is_an_empty_one(self) -> None:
         """Rows whose prompt has a token with an embedding of NaN, which no response may have."""
         job = a_job(rollout={"banned": (SEVEN,)}, rows=8)
-        batch = responder(job, poisoned(job))(0)
+        batch = make_responder(job, poisoned(job))(0)
         hit = np.array(
             [
                 SEVEN in tokens[:start]
@@ -131,20 +131,20 @@ class TestResponder:
         )
         assert 0 < hit.sum() < 8
         np.testing.assert_array_equal(batch.lengths == batch.prompt_lengths, hit)
-        np.testing.assert_array_equal(answered(batch).mask.any(1), ~hit)
+        np.testing.assert_array_equal(rows_from_sft(batch).mask.any(1), ~hit)
 
 
 class TestInUse:
     ROWS = some_rows(([9, 4], []), ([9], [7, 3]), ([2, 2], [5]), ([8], []), ([6], [1, 1]))
 
     def test_rows_that_failed_are_left_out_and_the_others_keep_their_order(self) -> None:
-        rows = in_use([self.ROWS, self.ROWS])
+        rows = select_usable_rows([self.ROWS, self.ROWS])
         np.testing.assert_array_equal(rows.tokens, self.ROWS.tokens[[1, 2, 4, 1, 2, 4]])
         np.testing.assert_array_equal(rows.mask, self.ROWS.mask[[1, 2, 4, 1, 2, 4]])
 
     def test_a_last_batch_is_filled_up_with_what_counts_nowhere(self) -> None:
-        rows = in_use([self.ROWS])
-        first, second = in_batches(rows, 2)
+        rows = select_usable_rows([self.ROWS])
+        first, second = batch_rows(rows, 2)
         assert (first.tokens.tolist(), first.mask.tolist()) == (
             rows.tokens[:2].tolist(),
             rows.mask[:2].tolist(),
@@ -152,8 +152,8 @@ class TestInUse:
         assert second.tokens[0].tolist() == rows.tokens[2].tolist()
         assert second.mask.tolist() == [rows.mask[2].tolist(), [False] * len(rows.mask[2])]
         assert second.tokens[1].tolist() in rows.tokens.tolist()
-        assert [len(batch.tokens) for batch in in_batches(rows, 7)] == [7]
-        assert len(in_batches(rows, 3)) == 1
+        assert [len(batch.tokens) for batch in batch_rows(rows, 7)] == [7]
+        assert len(batch_rows(rows, 3)) == 1
 
     def test_where_all_failed_it_is_said_how_many(self) -> None:
         failed = some_rows(([9, 4], []), ([8], []))
@@ -164,28 +164,28 @@ class TestInUse:
                 r" finite\).*--model.dtype"
             ),
         ):
-            in_use([failed, failed])
+            select_usable_rows([failed, failed])
 
 
 class TestBatchOf:
-    def rows(self, count: int) -> Rows:
+    def rows(self, count: int) -> TextRows:
         return some_rows(*(([place], [place, place]) for place in range(count)))
 
     def test_every_epoch_has_each_row_once_in_an_order_of_its_own(self) -> None:
         rows = self.rows(6)
         # six epochs
-        drawn = [batch_of(rows, number, 4, seed=1).tokens[:, 0].tolist() for number in range(9)]
+        drawn = [select_batch(rows, number, 4, seed=1).tokens[:, 0].tolist() for number in range(9)]
         epochs = np.reshape(drawn, (6, 6))
         assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) > 3
-        assert drawn[5] == batch_of(rows, 5, 4, seed=1).tokens[:, 0].tolist()
+        assert drawn[5] == select_batch(rows, 5, 4, seed=1).tokens[:, 0].tolist()
         assert drawn != [
-            batch_of(rows, number, 4, seed=2).tokens[:, 0].tolist() for number in range(9)
+            select_batch(rows, number, 4, seed=2).tokens[:, 0].tolist() for number in range(9)
         ]
 
     def test_parts_of_a_row_stay_together(self) -> None:
         rows = some_rows(([1], [2]), ([3, 4], [5, 6, 7]), ([8], [9, 9]))
-        batch = batch_of(rows, 0, 3, seed=0)
+        batch = select_batch(rows, 0, 3, seed=0)
         by_first = {
             int(tokens[0]): (tokens.tolist(), mask.tolist())
             for tokens, mask in zip(*batch, strict=True)
@@ -197,7 +197,9 @@ class TestBatchOf:
 
     def test_few_rows_fill_a_batch_by_repeating(self) -> None:
         assert (
-            Counter(batch_of(self.rows(3), 0, 7, seed=0).tokens[:, 0].tolist()).most_common()[-1][1]
+            Counter(select_batch(self.rows(3), 0, 7, seed=0).tokens[:, 0].tolist()).most_common()[
+                -1
+            ][1]
             == 2
         )
 
@@ -216,7 +218,7 @@ class TestVocabulary:
         ],
     )
     def test_the_most_frequent_response_tokens_and_the_ends(self, size, stops, expected) -> None:
-        ids = vocabulary(self.ROWS, size, 16, stops)
+        ids = select_vocabulary(self.ROWS, size, 16, stops)
         assert ids.tolist() == expected
         assert ids.dtype == np.int32
 
@@ -232,7 +234,7 @@ class TestVocabulary:
             token for tokens, mask in zip(*rows, strict=True) for token in tokens[mask].tolist()
         )
         best = sorted(counts, key=lambda token: (-counts[token], token))[:11]
-        ids = vocabulary(rows, 12, 50, (0,))
+        ids = select_vocabulary(rows, 12, 50, (0,))
         assert ids.tolist() == sorted([0, *best])
         assert coverage(rows, ids) == pytest.approx(
             sum(counts[token] for token in best) / sum(counts.values())
@@ -244,9 +246,9 @@ class TestVocabulary:
 
 def test_joined_batches_keep_all_rows_in_order() -> None:
     batches = [
-        Rows(np.full((2, 5), value, np.int32), np.full((2, 5), value == 2)) for value in (1, 2)
+        TextRows(np.full((2, 5), value, np.int32), np.full((2, 5), value == 2)) for value in (1, 2)
     ]
-    whole = joined(batches)
+    whole = join_rows(batches)
     assert whole.tokens.shape == (4, 5)
     assert whole.tokens[:, 0].tolist() == [1, 1, 2, 2]
     assert whole.mask[:, 0].tolist() == [False, False, True, True]

@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.config.settings import DataConfig, OfflineConfig, ResolvedConfig
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.preparation.draft_data import training_text
+from jaxspec.preparation.draft_data import read_training_text
 from jaxspec.tokens.tokenizer import Tokenizer, load_tokenizer
 from tests.host.training_jobs import END, TOKENIZER, a_config
 from tests.tokens.folders import QWEN, needs_qwen
@@ -31,7 +31,7 @@ class TestTrainingText:
 
     def test_each_line_stands_between_the_beginning_and_the_end_token(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, {"text": "1+2=3", "id": 7}, "", {"text": ";,#"})
-        rows = training_text(a_config(text=path), TOKENIZER, print)
+        rows = read_training_text(a_config(text=path), TOKENIZER, print)
         assert rows is not None
         assert rows.tokens.shape == (2, 12)
         for text, row, mask in zip(("1+2=3", ";,#"), *rows, strict=True):
@@ -51,13 +51,13 @@ class TestTrainingText:
             {"text": "1+2=3"},
             {"text": "5"},
         )
-        rows = training_text(a_config(text=path), TOKENIZER, told.append)
+        rows = read_training_text(a_config(text=path), TOKENIZER, told.append)
         assert rows is not None
         assert len(rows.tokens) == 4
         what = "2 blank lines passed over, 5 empty texts left out, 2 repeated texts (kept)"
         assert told == [f"offline.text {path}: {what}; 4 to train on"]
         told.clear()
-        training_text(
+        read_training_text(
             a_config(text=self.file(tmp_path, {"text": "1"}, {"text": "2"})), TOKENIZER, told.append
         )
         assert told == []
@@ -73,7 +73,7 @@ class TestTrainingText:
         asked = {"role": "user", "content": "1"}
         answer = {"role": "assistant", "content": [{"type": "text", "text": "2"}], "thought": "3"}
         path, told = self.file(tmp_path, {"messages": [asked, answer], "tools": [{"n": "7"}]}), []
-        rows = training_text(a_config(text=path), tokenizer, told.append)
+        rows = read_training_text(a_config(text=path), tokenizer, told.append)
         assert rows is not None
         assert tokenizer.decode(rows.tokens[0]) == "7?1;#=2;"
         assert told == [
@@ -85,13 +85,13 @@ class TestTrainingText:
         config = ResolvedConfig(
             data=DataConfig(), offline=OfflineConfig(text="generic", samples=200, rows=64)
         )
-        rows = training_text(config, TOKENIZER, print)
+        rows = read_training_text(config, TOKENIZER, print)
         assert rows is not None
         texts = [TOKENIZER.decode(row[mask]) for row, mask in zip(*rows, strict=True)]
         assert len(texts) == 200
         # pages of the solution book, and other documents
         assert {text[0] == "?" for text in texts} == {True, False}
-        assert training_text(ResolvedConfig(), TOKENIZER, print) is None
+        assert read_training_text(ResolvedConfig(), TOKENIZER, print) is None
 
     @pytest.mark.parametrize(
         ("lines", "words"),
@@ -119,7 +119,7 @@ class TestTrainingText:
             ),
             (
                 [{"text": "1"}, {"text": "1", "messages": []}],
-                ["line 2", "columns 'text' and 'messages' both", "keep the one"],
+                ["line 2", "the row has both 'text' and 'messages'", "keep the one"],
             ),
             (
                 [{"messages": ["1"]}],
@@ -127,7 +127,7 @@ class TestTrainingText:
             ),
             (
                 [{"messages": [{"role": "user", "content": "1"}]}],
-                ["line 1", "column 'messages' has none of role 'assistant'"],
+                ["line 1", "column 'messages' has no message of role 'assistant'"],
             ),
             (
                 [{"messages": [{"role": "assistant", "content": "1"}]}],
@@ -139,7 +139,7 @@ class TestTrainingText:
                 ["line 1", "column 'conversations' is not", "(or from and value)"],
             ),
             ([{"data": ["1", 2]}], ["line 1", "column 'data' is not a list of objects"]),
-            ([{"data": ["1"]}], ["line 1", "column 'data' has none of role 'assistant'"]),
+            ([{"data": ["1"]}], ["line 1", "column 'data' has no message of role 'assistant'"]),
             (['{"text": "1+\\ud800"}'], ["line 1", "cannot encode", "correct the text"]),
             (["[" * 100_000], ["line 1", "not JSON", "nested too deeply"]),
             ([{"text": "1+x"}], ["line 1", "lacks 'x' of column 'text'", "--data.tokenizer"]),
@@ -150,15 +150,15 @@ class TestTrainingText:
     ) -> None:
         path = self.file(tmp_path, *lines)
         with pytest.raises(ConfigError) as error:
-            training_text(a_config(text=path), TOKENIZER, print)
+            read_training_text(a_config(text=path), TOKENIZER, print)
         assert all(word in str(error.value) for word in ["offline.text", path, *words])
 
     def test_a_missing_file_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"offline.text nowhere.jsonl: No such file.*generic"):
-            training_text(a_config(text="nowhere.jsonl"), TOKENIZER, print)
+            read_training_text(a_config(text="nowhere.jsonl"), TOKENIZER, print)
 
     def test_the_longest_text_that_fits_is_taken(self, tmp_path: Path) -> None:
-        rows = training_text(
+        rows = read_training_text(
             a_config(text=self.file(tmp_path, {"text": "1" * 10})), TOKENIZER, print
         )
         assert rows is not None
@@ -167,7 +167,7 @@ class TestTrainingText:
     def test_what_is_too_long_is_cut_and_counted(self, tmp_path: Path) -> None:
         told: list[str] = []
         path = self.file(tmp_path, {"text": "1" * 11}, {"text": "2" * 50}, {"text": "3"})
-        rows = training_text(a_config(text=path), TOKENIZER, told.append)
+        rows = read_training_text(a_config(text=path), TOKENIZER, told.append)
         assert rows is not None
         assert [TOKENIZER.decode(row) for row in rows.tokens] == ["1" * 11, "2" * 11, "3"]
         assert END not in rows.tokens[:2]  # a text that goes on
@@ -185,7 +185,7 @@ class TestTrainingText:
 
         def drawn(steps: int, path: str = path, seed: int = 0) -> list[str]:
             config = dataclasses.replace(a_config(text=path, steps=steps), seed=seed)
-            rows = training_text(config, TOKENIZER, told.append)
+            rows = read_training_text(config, TOKENIZER, told.append)
             assert rows is not None
             return [TOKENIZER.decode(row) for row in rows.tokens]
 
@@ -207,7 +207,7 @@ class TestTrainingText:
     def test_a_pipe_is_refused(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(ConfigError, match=r"offline\.text .*pipe is not a regular file; copy"):
-            training_text(a_config(text=str(tmp_path / "pipe")), TOKENIZER, print)
+            read_training_text(a_config(text=str(tmp_path / "pipe")), TOKENIZER, print)
 
     def chatting(self, folder: Path) -> Tokenizer:
         """The built-in tokenizer with a template, which writes the names of calls as well."""
@@ -234,13 +234,13 @@ class TestTrainingText:
         ]
         text = self.file(tmp_path, {"messages": chat}, {"text": "7"})
         config = a_config(text=text, rollout={"max_new_tokens": 9})
-        rows = training_text(config, tokenizer, print)
+        rows = read_training_text(config, tokenizer, print)
         assert rows is not None
         assert TOKENIZER.decode(rows.tokens[0]) == "?1+1;=2;?5;=6;"
         assert np.flatnonzero(rows.mask[0]).tolist() == [6, 7, 12, 13]
         assert np.flatnonzero(rows.mask[1]).tolist() == [1, 2]
         told: list[str] = []
-        cut = training_text(a_config(text=text), tokenizer, told.append)
+        cut = read_training_text(a_config(text=text), tokenizer, told.append)
         assert cut is not None
         assert np.flatnonzero(cut.mask[0]).tolist() == [6, 7]
         assert cut.tokens[0].tolist() == rows.tokens[0, :12].tolist()
@@ -263,7 +263,7 @@ class TestTrainingText:
         chats.append([{"role": "user", "content": "7"}, called])
         lines = [{"messages": chat, "id": number} for number, chat in enumerate(chats)]
         plain = self.file(tmp_path, *lines)
-        wanted = training_text(a_config(text=plain), tokenizer, print)
+        wanted = read_training_text(a_config(text=plain), tokenizer, print)
         assert wanted is not None
         assert TOKENIZER.decode(wanted.tokens[2]) == "?7;=8;"
         if layout == "data":
@@ -288,7 +288,7 @@ class TestTrainingText:
 
             path = str(tmp_path / "corpus.parquet")
             parquet.write_table(Table.from_pylist(lines), path)
-        rows = training_text(a_config(text=path), tokenizer, print)
+        rows = read_training_text(a_config(text=path), tokenizer, print)
         assert rows is not None
         np.testing.assert_array_equal(rows.tokens, wanted.tokens)
         np.testing.assert_array_equal(rows.mask, wanted.mask)
@@ -298,13 +298,13 @@ class TestTrainingText:
         told: list[str] = []
         long = {"data": ["1" * 20, "2"]}
         path = self.file(tmp_path, long, {"data": ["1", "2"]}, long)
-        rows = training_text(a_config(text=path), tokenizer, told.append)
+        rows = read_training_text(a_config(text=path), tokenizer, told.append)
         assert rows is not None
         assert [TOKENIZER.decode(row) for row in rows.tokens] == ["?1;=2;"]
         what = "2 chats left out, whose first 12 tokens have no answer"
         assert told == [f"offline.text {path}: {what}; 1 to train on"]
         with pytest.raises(ConfigError, match=r"none of its 1 chats has an answer .* 12 tokens .*"):
-            training_text(a_config(text=self.file(tmp_path, long)), tokenizer, print)
+            read_training_text(a_config(text=self.file(tmp_path, long)), tokenizer, print)
 
     @needs_qwen
     @pytest.mark.skipif(not CHAT.is_dir(), reason=f"no chats in {CHAT}")
@@ -318,7 +318,7 @@ class TestTrainingText:
             told: list[str] = []
             offline = dataclasses.replace(config.offline, text=f"{CHAT}:{name}.jsonl")
             given = dataclasses.replace(config, offline=offline, data=data)
-            rows = training_text(given, tokenizer, told.append)
+            rows = read_training_text(given, tokenizer, told.append)
             assert rows is not None
             assert len(rows.tokens) == count - left_out
             lines = (CHAT / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()

@@ -85,8 +85,8 @@ def test_completions_are_chats_where_prompts_are() -> None:
     ("function", "said"),
     [
         (lambda queries, prompts, labels: 0, "cannot be called with four lists .*too many"),
-        (lambda solution_str, ground_truth, tokenizer: 0, "verl's form, and needs tokenizer"),
-        (lambda solution_str, ground_truth, /: 0, "solution_str, ground_truth by place alone"),
+        (lambda solution_str, ground_truth, tokenizer: 0, "verl's form and requires tokenizer"),
+        (lambda solution_str, ground_truth, /: 0, "solution_str, ground_truth by position only"),
     ],
 )
 def test_other_forms_are_refused(function: Any, said: str) -> None:
@@ -103,12 +103,12 @@ def test_completions_are_of_trl_whatever_else_is_taken() -> None:
 def test_none_is_told_apart() -> None:
     [[reward, told], _] = called(lambda *_: [None, 1])["rewards"]
     assert reward is None
-    assert "give 0 where the function does not apply" in told
+    assert "return 0 for rows that the function does not apply to" in told
 
 
 def test_a_column_that_the_rows_do_not_have_is_named() -> None:
     found = called(lambda completions, target, **_: [0, 0])
-    assert "TRL's form, and needs target, which that form does not give: " in found["error"]
+    assert "TRL's form and requires target, which is not among " in found["error"]
     assert "level, prompts, completions" in found["error"]
 
 

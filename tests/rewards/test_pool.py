@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxspec.data.json_lines import extract_reference
-from jaxspec.mesh import make_mesh, rows_sharding
+from jaxspec.mesh import make_mesh, row_sharding
 from jaxspec.rewards import scorer as scoring
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import PoolError, RewardPool
@@ -119,7 +119,7 @@ def test_verdicts_do_not_depend_on_where_they_are_asked_for(pool: RewardPool, ho
 
 def test_verdicts_are_the_same_while_jax_works_on_several_devices(pool: RewardPool) -> None:
     """A verifier called from the program raised in the threads of a mesh."""
-    rows = jax.device_put(jnp.ones((64, 256)), rows_sharding(make_mesh(4, 1)))
+    rows = jax.device_put(jnp.ones((64, 256)), row_sharding(make_mesh(4, 1)))
     work = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y.T @ y), x))
     running = work(rows)
     assert easy(pool, 10)
@@ -157,7 +157,8 @@ def test_a_verifier_that_errs_is_found_out(
     assert scorer(rows).rewards.tolist() == [1]
     sick = {"math": (*scoring.CANARIES["math"], ("2", "3", True))}
     monkeypatch.setattr(scoring, "CANARIES", sick)
-    with pytest.raises(PoolError, match="math says False of '3' for '2', which is True"):
+    message = "math gave False for reference '2' and answer '3', not True"
+    with pytest.raises(PoolError, match=message):
         Scorer("boxed", pool=pool, verifier="math")(rows)
 
 

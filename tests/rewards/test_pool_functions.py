@@ -110,19 +110,19 @@ def test_it_may_be_asynchronous_and_name_outcomes(file: Path) -> None:
 
 def test_whatever_it_does_its_rows_are_left_out_and_the_others_are_not(file: Path) -> None:
     said = {
-        "sleep": "not through in time",
-        "spin": "not through in time",
+        "sleep": "exceeded reward.deadline",
+        "spin": "exceeded reward.deadline",
         "raise": "LookupError: no such thing (own_reward.py, line 16)",
         "exit": "SystemExit: 3",
         "kill": "a call ended its process",
         "short": "0 rewards for 1 rows",
-        "text": "'good', which is no number",
+        "text": "the text 'good', not a number",
         "nan": "nan, which is not finite",
-        "outcome": "'splendid', which is none of",
+        "outcome": "'splendid', which is not one of",
         "nothing": "TypeError: it returned a NoneType for 1 rows",
         "large": "OverflowError",
         "beyond": "1e+300 is beyond float32",
-        "array": "the outcome [1], which is none of",
+        "array": "the outcome [1], which is not one of",
     }
     responses = [word for bad in said for word in (bad, "good")] + ["print", "fork", "after"]
     with RewardPool(2, 1.0, f"{file}:naughty") as pool:
@@ -149,7 +149,7 @@ def test_a_function_that_writes_to_its_pipe_is_ended(file: Path) -> None:
         assert time.monotonic() - began < 5 + SLACK
         assert scores.valid.tolist() == [False, True] * len(bad)
         assert scores.rewards.tolist() == [0, 0.5] * len(bad)
-        assert "wrote to the connection of the pool" in scores.reason
+        assert "wrote to the pool's connection" in scores.reason
 
 
 STARTED = "pool([]); os.kill(os.getpid(), 9)"

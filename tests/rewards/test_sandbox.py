@@ -29,7 +29,8 @@ def patient() -> Iterator[RewardPool]:
 def judged_here(folder: Path, program: str, sandbox: str, tests: str = TESTS) -> tuple[bool, int]:
     """Verdict on a program without a pool, and processes that it leaves."""
     script = (
-        "import sys; from jaxspec.rewards.code import *; adopt_orphans(); tests, *rest = sys.argv;"
+        "import sys; from jaxspec.rewards.code import passes_tests\n"
+        "from jaxspec.rewards.descendants import adopt_orphans, list_children\nadopt_orphans()\n"
         "print(passes_tests(*sys.argv[1:3], 20.0, *sys.argv[3:5]), len(list_children()))"
     )
     words = [sys.executable, "-c", script, tests, program, str(folder / "own"), sandbox]
@@ -166,4 +167,4 @@ def test_what_ends_before_the_program_begins_says_nothing_of_it(
     monkeypatch.setattr(code, "_build_command", lambda *_: ["/bin/false"])
     answer = check_program(TESTS, RIGHT, "", seconds=2.0, folder=str(tmp_path / "own"))
     assert isinstance(answer, dict)
-    assert "the process that is to run the program has ended" in answer["error"]
+    assert "the program's process ended before it ran the program" in answer["error"]

@@ -10,29 +10,36 @@ import pytest
 
 from jaxspec.rl import advantages as estimators
 from jaxspec.rl.advantages import (
-    advantages,
-    group_mean,
-    no_baseline,
-    others_mean,
-    over_batch,
-    over_others,
-    over_population,
-    over_sample,
-    unscaled,
-    whitened,
+    compute_advantages,
+    divide_by_batch_std,
+    divide_by_leave_one_out_std,
+    divide_by_population_std,
+    divide_by_sample_std,
+    keep_rewards,
+    keep_scale,
+    subtract_group_mean,
+    subtract_leave_one_out_mean,
+    whiten_over_tokens,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-BASELINES = (no_baseline, group_mean, others_mean)
-SCALES = (unscaled, over_population, over_sample, over_others, over_batch, whitened)
-compiled = jax.jit(advantages, static_argnames=("group_size", "baseline", "scale"))
+BASELINES = (keep_rewards, subtract_group_mean, subtract_leave_one_out_mean)
+SCALES = (
+    keep_scale,
+    divide_by_population_std,
+    divide_by_sample_std,
+    divide_by_leave_one_out_std,
+    divide_by_batch_std,
+    whiten_over_tokens,
+)
+compiled = jax.jit(compute_advantages, static_argnames=("group_size", "baseline", "scale"))
 
 
 def found(
     rewards: Any,
-    baseline: Any = group_mean,
-    scale: Any = over_population,
+    baseline: Any = subtract_group_mean,
+    scale: Any = divide_by_population_std,
     valid: Any = None,
     lengths: Any = None,
     group: int = 4,
@@ -60,30 +67,35 @@ def test_population_deviation_by_group() -> None:
 
 def test_sample_deviation_of_a_pair() -> None:
     np.testing.assert_allclose(
-        found([1.0, 3.0], scale=over_sample, group=2), [-0.7071, 0.7071], atol=5e-5
+        found([1.0, 3.0], scale=divide_by_sample_std, group=2), [-0.7071, 0.7071], atol=5e-5
     )
 
 
 def test_leave_one_out_baselines_and_deviations() -> None:
     """Rewards 1, 2, 3: baselines 2.5, 2, 1.5; deviations of the others .7071, 1.4142, .7071."""
     rewards = [1.0, 2, 3, 4, 5, 6]
-    centred = found(rewards, others_mean, unscaled, group=3)
+    centred = found(rewards, subtract_leave_one_out_mean, keep_scale, group=3)
     np.testing.assert_allclose(np.array(rewards) - centred, [2.5, 2, 1.5, 5.5, 5, 4.5])
-    scaled = found(rewards, others_mean, over_others, group=3)
+    scaled = found(rewards, subtract_leave_one_out_mean, divide_by_leave_one_out_std, group=3)
     deviations = centred[[0, 2, 3, 5]] / scaled[[0, 2, 3, 5]]
     np.testing.assert_allclose(deviations, [0.7071] * 4, atol=5e-5)
     assert scaled[1] == 0  # 2 - 2, over 1.4142
-    uneven = found([1.0, 2, 6], others_mean, over_others, group=3)
+    uneven = found([1.0, 2, 6], subtract_leave_one_out_mean, divide_by_leave_one_out_std, group=3)
     np.testing.assert_allclose(uneven, [-3 / 2.8284, -1.5 / 3.5355, 4.5 / 0.7071], rtol=1e-4)
 
 
 def test_leave_one_out_of_a_pair_has_no_deviation_and_keeps_the_difference() -> None:
-    np.testing.assert_array_equal(found([1.0, 3.0], others_mean, over_others, group=2), [-2, 2])
+    np.testing.assert_array_equal(
+        found([1.0, 3.0], subtract_leave_one_out_mean, divide_by_leave_one_out_std, group=2),
+        [-2, 2],
+    )
 
 
 def test_a_row_without_a_reward_is_no_other() -> None:
     """Rewards 1, (999 without one), 3: baselines 3 and 1."""
-    centred = found([1.0, 999, 3], others_mean, unscaled, [True, False, True], group=3)
+    centred = found(
+        [1.0, 999, 3], subtract_leave_one_out_mean, keep_scale, [True, False, True], group=3
+    )
     np.testing.assert_array_equal(centred, [1 - 3, 0, 3 - 1])
 
 
@@ -91,23 +103,25 @@ def test_the_deviation_of_the_batch_is_of_all_its_rewards() -> None:
     rewards = np.array([0.0, 1, 0, 0, 1, 1, 0, 1])
     by_group = rewards.reshape(2, 4)
     wanted = (by_group - by_group.mean(1, keepdims=True)).ravel() / (rewards.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(found(rewards, scale=over_batch), wanted, rtol=1e-12)
+    np.testing.assert_allclose(found(rewards, scale=divide_by_batch_std), wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("baseline", [no_baseline, group_mean])
+@pytest.mark.parametrize("baseline", [keep_rewards, subtract_group_mean])
 def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(baseline: Any) -> None:
     rewards, lengths = np.array([0.0, 1, 0, 3, 1, 5, 0, 1]), np.array([5, 1, 2, 9, 4, 4, 7, 3])
-    scaled = found(rewards, baseline, whitened, lengths=lengths)
+    scaled = found(rewards, baseline, whiten_over_tokens, lengths=lengths)
     by_token = np.repeat(scaled, lengths)
     np.testing.assert_allclose([by_token.mean(), by_token.var()], [0, 1], atol=1e-12)
-    centred = found(rewards, baseline, unscaled)
+    centred = found(rewards, baseline, keep_scale)
     tokens = np.repeat(centred, lengths)
     np.testing.assert_allclose(scaled, (centred - tokens.mean()) / tokens.std(), rtol=1e-9)
     # all tokens alike, however their mean is rounded
     lengths = np.random.default_rng(0).integers(1, 4000, 16)
     for reward in (2.0, 0.7, 0.1, 1e-3):
         equal = np.full(16, reward, np.float32)
-        np.testing.assert_array_equal(found(equal, baseline, whitened, lengths=lengths), 0)
+        np.testing.assert_array_equal(
+            found(equal, baseline, whiten_over_tokens, lengths=lengths), 0
+        )
 
 
 # ---- what holds for all
@@ -137,7 +151,7 @@ def test_rows_without_a_reward_count_nowhere_whatever_stands_there(
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", [group_mean, others_mean])
+@pytest.mark.parametrize("baseline", [subtract_group_mean, subtract_leave_one_out_mean])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 0.1, 1 / 3, 1e-8, 12345.678])
 def test_groups_that_agree_teach_exactly_nothing_where_float32_cannot_hold_their_mean(
     reward: float, baseline: Any, scale: Any
@@ -146,21 +160,24 @@ def test_groups_that_agree_teach_exactly_nothing_where_float32_cannot_hold_their
     rewards[1, [0, 7]], valid[1, [0, 7]] = [np.nan, 5], False
     rewards[2, 11] = reward + 1  # one that differs is learnt from
     scaled = found(rewards.ravel(), baseline, scale, valid.ravel(), group=12).reshape(3, 12)
-    if scale is not whitened:  # which takes the mean of all tokens away
+    if scale is not whiten_over_tokens:  # which takes the mean of all tokens away
         np.testing.assert_array_equal(scaled[:2], 0)
     assert scaled[2, 11] > max(scaled[2, :11])
     # an outcome without spread among the others is not divided by its rounding
     assert np.abs(scaled).max() < 20
 
 
-@pytest.mark.parametrize("baseline", [group_mean, others_mean])
+@pytest.mark.parametrize("baseline", [subtract_group_mean, subtract_leave_one_out_mean])
 def test_a_row_alone_in_its_group_teaches_nothing(baseline: Any) -> None:
-    for scale in set(SCALES) - {whitened}:
+    for scale in set(SCALES) - {whiten_over_tokens}:
         alone = found([5.0, 7, 7, 7], baseline, scale, [True, False, False, False])
         np.testing.assert_array_equal(alone, 0)
 
 
-@pytest.mark.parametrize("scale", [over_population, over_sample, over_batch, whitened])
+@pytest.mark.parametrize(
+    "scale",
+    [divide_by_population_std, divide_by_sample_std, divide_by_batch_std, whiten_over_tokens],
+)
 def test_scaled_advantages_know_neither_shift_nor_scale_nor_order(scale: Any) -> None:
     rewards = np.random.default_rng(0).normal(size=8)
     wanted = found(rewards, scale=scale)
@@ -175,5 +192,5 @@ def test_every_estimator_is_among_those_tested() -> None:
         for name, value in vars(estimators).items()
         if callable(value) and getattr(value, "__module__", "") == estimators.__name__
     }
-    tested = {each.__name__ for each in (*BASELINES, *SCALES)} | {"advantages"}
+    tested = {each.__name__ for each in (*BASELINES, *SCALES)} | {"compute_advantages"}
     assert {name for name in said if not name.startswith("_")} == tested

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.kinds import learned
+from jaxspec.drafts.kinds import get_learned
 from jaxspec.drafts.unroll import UNROLL
 from jaxspec.kernels import chunks
 from jaxspec.models.decoder import Decoder, DecoderOutput
@@ -16,8 +16,8 @@ from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import cast_floats
 from jaxspec.models.mtp import Mtp
 from jaxspec.rl import optimizers
-from jaxspec.rl.draft_objective import LOSSES, DraftLoss, Objective, draft_loss
-from jaxspec.rl.train_batch import whole_rows
+from jaxspec.rl.draft_objective import LOSSES, DraftLoss, DraftObjective, compute_draft_loss
+from jaxspec.rl.train_batch import rows_to_pack
 from tests.conftest import eagle3, tiny_model, tiny_network, with_weights
 from tests.twins import (
     numpy_decoder,
@@ -37,8 +37,8 @@ MASK = np.array([[0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1], [0] *
 IDS = np.array([0, 2, 3, 5, 7, 8, 10])
 """A draft vocabulary."""
 
-TEXTS = whole_rows(jnp.asarray(TOKENS), jnp.asarray(MASK))
-compiled = jax.jit(draft_loss, static_argnums=4)
+TEXTS = rows_to_pack(jnp.asarray(TOKENS), jnp.asarray(MASK))
+compiled = jax.jit(compute_draft_loss, static_argnums=4)
 
 
 def networks(
@@ -63,11 +63,13 @@ def forward_of(target: Decoder) -> DecoderOutput:
 
 def objective(
     loss: str = "ce", steps: int = 3, decay: float = 0.8, temperature: float = 1.0
-) -> Objective:
-    return Objective(LOSSES[loss], steps, decay, temperature, UNROLL)
+) -> DraftObjective:
+    return DraftObjective(LOSSES[loss], steps, decay, temperature, UNROLL)
 
 
-def loss_of(network: Any, target: Decoder, forward: DecoderOutput, chosen: Objective) -> DraftLoss:
+def loss_of(
+    network: Any, target: Decoder, forward: DecoderOutput, chosen: DraftObjective
+) -> DraftLoss:
     return compiled(network, target, forward, TEXTS, chosen)
 
 
@@ -222,9 +224,9 @@ def test_an_external_model_is_compared_at_each_position() -> None:
             if MASK[row, t + 1]:
                 divergences.append((law[t] * np.log(law[t] / drafted[t])).sum())
                 overlaps.append(np.minimum(law[t], drafted[t]).sum())
-    run = jax.jit(draft_loss, static_argnums=4)
+    run = jax.jit(compute_draft_loss, static_argnums=4)
     for chosen in (objective("kl", 1, 1.0, 0.8), objective("kl", 3, 0.5, 0.8)):
-        chosen = chosen._replace(unroll=learned("model").unroll)
+        chosen = chosen._replace(unroll=get_learned("model").unroll)
         found = run(small, target, forward_of(target), TEXTS, chosen)
         assert float(found.loss) == pytest.approx(np.mean(divergences), abs=1e-11)
         np.testing.assert_allclose(found.acceptance, [np.mean(overlaps)], rtol=0, atol=1e-11)
@@ -236,10 +238,12 @@ def test_the_target_gets_no_gradient_and_every_weight_of_the_draft_does() -> Non
 
     def value(weights: Any, target: Decoder, forward: DecoderOutput) -> jax.Array:
         return loss_of(
-            optimizers.with_parameters(network, weights), target, forward, objective()
+            optimizers.replace_parameters(network, weights), target, forward, objective()
         ).loss
 
-    slopes = jax.jit(jax.grad(value, (0, 1, 2)))(optimizers.parameters(network), target, forward)
+    slopes = jax.jit(jax.grad(value, (0, 1, 2)))(
+        optimizers.trainable_parameters(network), target, forward
+    )
     for name, slope in numpy_weights(slopes[0]).items():
         assert slope.any(), name
     assert not any(slope.any() for slope in numpy_weights(slopes[1]).values())
@@ -283,7 +287,9 @@ def test_chunks_change_nothing(
     def run() -> tuple[Any, Any, int]:
         def value(head: jax.Array) -> tuple[jax.Array, DraftLoss]:
             chosen = objective(steps=2)
-            found = draft_loss(with_weights(network, head=head), target, forward, TEXTS, chosen)
+            found = compute_draft_loss(
+                with_weights(network, head=head), target, forward, TEXTS, chosen
+            )
             return found.loss, found
 
         both = jax.jit(jax.value_and_grad(value, has_aux=True))
@@ -311,7 +317,7 @@ def test_depths_run_only_where_a_label_is_learnt_change_nothing(
 
     def slopes() -> tuple[Any, int]:
         def value(network: Any) -> jax.Array:
-            return draft_loss(network, target, forward, TEXTS, objective(steps=4)).loss
+            return compute_draft_loss(network, target, forward, TEXTS, objective(steps=4)).loss
 
         loops = str(jax.make_jaxpr(value)(network)).count("while[")
         return jax.jit(jax.value_and_grad(value))(network), loops
@@ -335,7 +341,11 @@ def test_a_draft_that_equals_the_target_is_accepted_for_certain() -> None:
     np.testing.assert_allclose(found.acceptance, 1, atol=1e-12)
     assert float(found.loss) == pytest.approx(np.log(11))
     nothing = compiled(
-        network, target, forward, TEXTS._replace(chosen=jnp.zeros(TOKENS.shape, bool)), objective()
+        network,
+        target,
+        forward,
+        TEXTS._replace(loss_mask=jnp.zeros(TOKENS.shape, bool)),
+        objective(),
     )
     assert float(nothing.loss) == 0
     np.testing.assert_array_equal(nothing.acceptance, 0)
@@ -363,7 +373,7 @@ def test_the_loss_is_at_least_float32(name: str) -> None:
         network, target = (
             cast_floats(kind(model, jax.random.key(0)), jnp.bfloat16) for kind in kinds
         )
-        return draft_loss(network, target, forward_of(target), TEXTS, objective(name))
+        return compute_draft_loss(network, target, forward_of(target), TEXTS, objective(name))
 
     found = jax.eval_shape(value)
     assert (found.loss.dtype, found.acceptance.dtype, found.acceptance.shape) == (

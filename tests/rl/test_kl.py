@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rl.advantages import advantages, no_baseline, unscaled, whitened
+from jaxspec.rl.advantages import compute_advantages, keep_rewards, keep_scale, whiten_over_tokens
 from jaxspec.rl.loss_terms import ESTIMATORS, KlPenalty, LossInputs, k3
-from jaxspec.rl.losses import plain_reinforce, policy_gradient
+from jaxspec.rl.losses import policy_gradient_loss, reinforce_surrogate
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -57,8 +57,8 @@ def inputs_of(logits: Any, sampler: Any, gains: Any = 0.0) -> LossInputs:
         reference_logprobs=picked(REFERENCE),
         entropy=jnp.zeros_like(policy),
         advantages=jnp.broadcast_to(jnp.asarray(gains, float), policy.shape),
-        chosen=jnp.ones(policy.shape, bool),
-        first=jnp.zeros(policy.shape, jnp.int32),
+        loss_mask=jnp.ones(policy.shape, bool),
+        text_start=jnp.zeros(policy.shape, jnp.int32),
     )
 
 
@@ -66,7 +66,7 @@ def slope_in_loss(penalty: KlPenalty, sampler: Any) -> jax.Array:
     """Expected slope of the loss with a penalty and no advantages."""
 
     def loss(logits: Any) -> jax.Array:
-        found = policy_gradient(inputs_of(logits, sampler), plain_reinforce, kl=penalty)
+        found = policy_gradient_loss(inputs_of(logits, sampler), reinforce_surrogate, kl=penalty)
         return jnp.sum(probability(sampler)[:, None] * found.by_label)
 
     return jax.grad(loss)(jnp.asarray(POLICY))
@@ -75,19 +75,21 @@ def slope_in_loss(penalty: KlPenalty, sampler: Any) -> jax.Array:
 def slope_in_reward(penalty: KlPenalty) -> jax.Array:
     """Expected slope of the loss of rewards that are nothing but the penalty."""
     here = picked(POLICY)
-    kl = penalty.estimated(here, picked(REFERENCE), jnp.ones(here.shape, bool))
+    kl = penalty.estimate_kl(here, picked(REFERENCE), jnp.ones(here.shape, bool))
     rows, valid = len(TEXTS), jnp.ones(len(TEXTS), bool)
     rewards, lengths = jnp.zeros(rows), jnp.full((rows,), LENGTH, jnp.int32)
-    if penalty.to_go:
+    if penalty.reward_to_go:
         to_go = jnp.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
         ones = jnp.ones(here.shape, jnp.int32)
-        gains = advantages(rewards, valid, ones, 1, no_baseline, unscaled, penalty.beta * to_go)
+        gains = compute_advantages(
+            rewards, valid, ones, 1, keep_rewards, keep_scale, penalty.beta * to_go
+        )
     else:
         rewards = rewards - penalty.beta * jnp.sum(kl, axis=1)
-        gains = advantages(rewards, valid, lengths, 1, no_baseline, unscaled)[:, None]
+        gains = compute_advantages(rewards, valid, lengths, 1, keep_rewards, keep_scale)[:, None]
 
     def loss(logits: Any) -> jax.Array:
-        found = policy_gradient(inputs_of(logits, POLICY, gains), plain_reinforce)
+        found = policy_gradient_loss(inputs_of(logits, POLICY, gains), reinforce_surrogate)
         return jnp.sum(probability(POLICY)[:, None] * found.by_label)
 
     return jax.grad(loss)(jnp.asarray(POLICY))
@@ -98,7 +100,7 @@ BETA = 0.3
 
 @pytest.mark.parametrize("to_go", [False, True])
 def test_a_reward_less_k1_has_the_gradient_of_the_divergence(to_go: bool) -> None:
-    found = slope_in_reward(KlPenalty(BETA, ESTIMATORS["k1"], to_go=to_go))
+    found = slope_in_reward(KlPenalty(BETA, ESTIMATORS["k1"], reward_to_go=to_go))
     np.testing.assert_allclose(
         found, BETA * jax.grad(divergence)(jnp.asarray(POLICY)), rtol=0, atol=1e-12
     )
@@ -135,7 +137,7 @@ def test_slopes_of_estimates_in_the_loss(importance: bool) -> None:
 def test_k3_still_pulls_where_the_policy_is_far_from_the_reference(log_ratio: float) -> None:
     def penalty(logprob: jax.Array) -> jax.Array:
         chosen = jnp.ones((1, 1), bool)
-        return KlPenalty(1.0, k3).estimated(logprob, logprob * 0 - 1.0, chosen).sum()
+        return KlPenalty(1.0, k3).estimate_kl(logprob, logprob * 0 - 1.0, chosen).sum()
 
     slope = jax.grad(penalty)(jnp.full((1, 1), -1.0 - log_ratio))
     np.testing.assert_allclose(slope, [[1 - np.exp(log_ratio)]], rtol=1e-12)
@@ -151,13 +153,13 @@ def test_rewards_to_go_are_whitened_over_tokens() -> None:
     to_go = np.stack([[(BETA * kl * mask)[row, at:].sum() for at in range(5)] for row in range(3)])
     gains = (rewards[:, None] - to_go)[mask]
     wanted = (gains - gains.mean()) / gains.std()
-    found = advantages(
+    found = compute_advantages(
         jnp.asarray([1.0, 0.0, np.nan]),
         jnp.asarray(valid),
         jnp.asarray(mask.astype(np.int32)),
         1,
-        no_baseline,
-        whitened,
+        keep_rewards,
+        whiten_over_tokens,
         jnp.asarray(to_go),
     )
     np.testing.assert_allclose(np.asarray(found)[mask], wanted, rtol=1e-12)

@@ -26,16 +26,16 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RolloutConfig,
 )
-from jaxspec.host.programs import abstract
+from jaxspec.host.programs import abstract_arguments
 from jaxspec.kernels import chunks
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast_floats
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.models.mtp import Mtp
 from jaxspec.rl import optimizers
-from jaxspec.rl.draft_objective import draft_loss
+from jaxspec.rl.draft_objective import compute_draft_loss
 from jaxspec.rl.losses import negative_log_likelihood
-from jaxspec.rl.train_batch import TrainBatch, texts_to_learn, whole_rows
+from jaxspec.rl.train_batch import TrainBatch, build_text_batch, rows_to_pack
 from jaxspec.state import LearnerState
 from jaxspec.step import Step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
@@ -70,7 +70,7 @@ def config_of(
 @functools.cache
 def compiled(data: int, tensor: int, tokens: int = 100) -> Any:
     step = build_step(config_of(tokens=tokens), small_mesh(data, tensor), (1,), MODEL.vocab)
-    state, finished, _ = abstract(step, PROMPTS)
+    state, finished, _ = abstract_arguments(step, PROMPTS)
     return jax.jit(step.learn).lower(state, finished).compile()
 
 
@@ -189,7 +189,7 @@ def step_of(
     descent = {"policy_optimizer": optax.sgd(1.0), "draft_optimizer": optax.sgd(1.0)}
     return dataclasses.replace(
         step,
-        learner=step.learner.for_texts(negative_log_likelihood, **descent),
+        learner=step.learner.for_supervised_texts(negative_log_likelihood, **descent),
     )
 
 
@@ -218,9 +218,9 @@ def learnt(
     learner = step.learner
     masters = "float64" if learner.dtype == "float64" else "float32"
     policy, draft = cast_floats(networks(kind), masters)
-    state = learner.start(policy, draft, online=True)
-    state = jax.device_put(state, learner.layout(state))
-    batch = texts_to_learn(*(rows or texts()), step.mesh, learner.tokens)
+    state = learner.init_state(policy, draft, online=True)
+    state = jax.device_put(state, learner.train_layout(state))
+    batch = build_text_batch(*(rows or texts()), step.mesh, learner.micro_tokens)
     after, metrics = jax.jit(learner.learn)(state, batch)
     assert after.draft is not None
     before = jax.tree.map(np.asarray, (policy, draft))
@@ -235,20 +235,20 @@ def plain(kind: str) -> tuple[Any, float, float]:
     """The same gradients and losses on padded rows, with nothing packed, gathered or
     accumulated."""
     policy, draft = networks(kind)
-    step, rows = step_of(kind, 64), whole_rows(*map(jnp.asarray, texts()))
-    objective = step.learner.objective
+    step, rows = step_of(kind, 64), rows_to_pack(*map(jnp.asarray, texts()))
+    objective = step.learner.draft_objective
     assert objective is not None
 
     def policy_loss(policy: Decoder) -> jax.Array:
         logprobs = jax.nn.log_softmax(policy.logits(policy(rows.tokens, rows.positions).hidden))
         picked = jnp.take_along_axis(logprobs, rows.labels[:, :, None], axis=2)[:, :, 0]
-        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(
-            rows.chosen, dtype=picked.dtype
+        return -jnp.sum(jnp.where(rows.loss_mask, picked, 0)) / jnp.sum(
+            rows.loss_mask, dtype=picked.dtype
         )
 
     def loss_of_draft(draft: Any) -> jax.Array:
         forward = policy(rows.tokens, rows.positions, taps=step.generator.taps)
-        return draft_loss(draft, policy, forward, rows, objective).loss
+        return compute_draft_loss(draft, policy, forward, rows, objective).loss
 
     first, second = (jax.jit(jax.value_and_grad(loss)) for loss in (policy_loss, loss_of_draft))
     (of_policy, policy_slope), (of_draft, draft_slope) = first(policy), second(draft)
@@ -300,43 +300,43 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     """Beside a base in the model's type and without moments, which stays as it is."""
     step = step_of("eagle3", 30, 2, lora=LoraConfig(rank=2, alpha=3.0))
     policy, draft = networks("eagle3")
-    adapted = step.adapt(policy)
+    adapted = step.add_adapters(policy)
     assert isinstance(adapted, AdaptedDecoder)
     random = np.random.default_rng(5)
     adapted.adapters = jax.tree.map(
         lambda leaf: jnp.asarray(0.1 * random.normal(size=leaf.shape)), adapted.adapters
     )
-    state = step.learner.start(adapted, draft, online=True)
-    state: LearnerState = jax.device_put(state, step.learner.layout(state))
+    state = step.learner.init_state(adapted, draft, online=True)
+    state: LearnerState = jax.device_put(state, step.learner.train_layout(state))
     after, _ = jax.jit(step.learner.learn)(
-        state, texts_to_learn(*texts(), step.mesh, step.learner.tokens)
+        state, build_text_batch(*texts(), step.mesh, step.learner.micro_tokens)
     )
     found = jax.tree.map(
         lambda old, new: np.asarray(old) - np.asarray(new),
         adapted.adapters,
         after.policy.network.adapters,
     )
-    rows = whole_rows(*map(jnp.asarray, texts()))
+    rows = rows_to_pack(*map(jnp.asarray, texts()))
 
     @jax.jit
     @jax.grad
     def slope(weights: Any) -> jax.Array:
-        network = merge_lora(optimizers.with_parameters(adapted, weights))
+        network = merge_lora(optimizers.replace_parameters(adapted, weights))
         logprobs = jax.nn.log_softmax(network.logits(network(rows.tokens, rows.positions).hidden))
         picked = jnp.take_along_axis(logprobs, rows.labels[:, :, None], axis=2)[:, :, 0]
-        return -jnp.sum(jnp.where(rows.chosen, picked, 0)) / jnp.sum(
-            rows.chosen, dtype=picked.dtype
+        return -jnp.sum(jnp.where(rows.loss_mask, picked, 0)) / jnp.sum(
+            rows.loss_mask, dtype=picked.dtype
         )
 
-    assert_close(found, slope(optimizers.parameters(adapted)).adapters, 1e-12)
+    assert_close(found, slope(optimizers.trainable_parameters(adapted)).adapters, 1e-12)
     jax.tree.map(np.testing.assert_array_equal, after.policy.network.base, adapted.base)
 
 
 def test_comparing_is_the_learners_own_measure_and_changes_nothing() -> None:
     step = step_of("eagle3", 30, 2)
     policy, draft = networks("eagle3")
-    batch: TrainBatch = texts_to_learn(*texts(), step.mesh, step.learner.tokens)
-    sums, counts = jax.jit(step.learner.compare)(policy, draft, batch)
+    batch: TrainBatch = build_text_batch(*texts(), step.mesh, step.learner.micro_tokens)
+    sums, counts = jax.jit(step.learner.compare_draft)(policy, draft, batch)
     _, metrics = learnt(step, "eagle3")
     wanted = [metrics["draft/expected_acceptance_1"], metrics["draft/expected_acceptance_2"]]
     np.testing.assert_allclose(sums.acceptance / counts, wanted, rtol=0, atol=1e-12)
@@ -346,7 +346,7 @@ def test_comparing_is_the_learners_own_measure_and_changes_nothing() -> None:
 def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str) -> None:
     model = dataclasses.replace(MODEL, dtype=dtype)
     step = build_step(config_of(model, tokens=64), small_mesh(2), (1,), MODEL.vocab)
-    state, finished, _ = abstract(step, PROMPTS)
+    state, finished, _ = abstract_arguments(step, PROMPTS)
     after, _ = jax.eval_shape(step.learn, state, finished)
     floats = {
         leaf.dtype.name
@@ -355,11 +355,11 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
     }
     assert floats == {"float32"}
     gradients, _, _ = jax.eval_shape(
-        step.learner.passes.gradients,
+        step.learner.passes.compute_gradients,
         state.learner.policy.network,
         state.learner.draft.network if state.learner.draft else None,
         state.learner.online,
-        jax.eval_shape(step.batch_of, finished),
+        jax.eval_shape(step.build_batch, finished),
         jax.ShapeDtypeStruct((), np.int32),
     )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}

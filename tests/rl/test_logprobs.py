@@ -11,7 +11,7 @@ from jaxspec.kernels import chunks
 from jaxspec.kernels.chunks import map_in_chunks
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import label_logprobs, response_mask
-from jaxspec.rl.train_batch import whole_rows
+from jaxspec.rl.train_batch import rows_to_pack
 from jaxspec.rollout.feedback.acceptance import no_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
@@ -27,7 +27,7 @@ STARTS = jnp.array([2, 3], jnp.int32)
 def token_logprobs(policy: Decoder, processing: Processing) -> tuple[jax.Array, jax.Array]:
     """Of each token and the entropy it was drawn with, in chunks; zeros at position 0, which
     nothing precedes."""
-    texts = whole_rows(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
+    texts = rows_to_pack(jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
     produced = texts.positions + 1 - STARTS[:, None]
 
     def chunk(

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.build import build_step
 from jaxspec.config.settings import BatchConfig, DataConfig, DraftConfig, LossConfig, RolloutConfig
 from jaxspec.inputs.spec import FamilySpec, ModelSpec
-from jaxspec.mesh import on_each_shard
+from jaxspec.mesh import shard_map_rows
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.loss_terms import Gap
+from jaxspec.rl.loss_terms import LogprobGap
 from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
@@ -54,18 +54,18 @@ def batch_of(step: Step) -> TrainBatch:
     parts: dict[str, Any] = {
         "tokens": random.integers(2, MODEL.vocab, (ROWS, SIZE)).astype(np.int32),
         "sampled_logprobs": random.normal(size=(ROWS, SIZE)),
-        "chosen": chosen,
+        "loss_mask": chosen,
         "advantages": random.normal(size=ROWS),
         "version": np.zeros(ROWS, np.int32),
     }
-    plan = step.planned(np.asarray(read_lengths(chosen), np.int32))
+    plan = step.plan_batch(np.asarray(read_lengths(chosen), np.int32))
     batch = TrainBatch(**jax.tree.map(jnp.asarray, parts), plan=jax.tree.map(jnp.asarray, plan))
-    return step.learner.passes.at_places(batch)
+    return step.learner.passes.place_rows(batch)
 
 
 def logprobs_of(batch: TrainBatch) -> np.ndarray:
     """Of each token given those before it, by numpy; the end token is banned from the first two."""
-    tokens, chosen = np.asarray(batch.tokens), np.asarray(batch.chosen)
+    tokens, chosen = np.asarray(batch.tokens), np.asarray(batch.loss_mask)
     found = np.zeros(tokens.shape)
     for row in range(ROWS):
         logits = numpy_decoder(policy(), tokens[row].tolist())[0]
@@ -79,7 +79,7 @@ def logprobs_of(batch: TrainBatch) -> np.ndarray:
 
 def in_mini_batch(batch: TrainBatch, number: int) -> np.ndarray:
     """Labels that a mini-batch learns from."""
-    return np.asarray(batch.chosen) & (np.asarray(batch.plan.micro)[number] >= 0)[:, None]
+    return np.asarray(batch.loss_mask) & (np.asarray(batch.plan.micro_batch)[number] >= 0)[:, None]
 
 
 @pytest.mark.parametrize("mini", [0, 1])
@@ -88,11 +88,11 @@ def test_counts_are_of_the_mini_batch(mini: int) -> None:
     batch = batch_of(step)
 
     def on_a_shard(batch: TrainBatch) -> Any:
-        return step.learner.losses.counts(batch, jnp.int32(mini))
+        return step.learner.objective.count_mini_batch(batch, jnp.int32(mini))
 
-    counts = jax.jit(on_each_shard(step.mesh, on_a_shard, (P(),), P()))(batch)
+    counts = jax.jit(shard_map_rows(step.mesh, on_a_shard, (P(),), P()))(batch)
     here = in_mini_batch(batch, mini)
-    assert [float(counts.tokens), float(counts.texts)] == [here.sum(), here.any(axis=1).sum()]
+    assert [float(counts.labels), float(counts.texts)] == [here.sum(), here.any(axis=1).sum()]
     assert float(counts.texts) == (4, 3)[mini]
 
 
@@ -100,7 +100,7 @@ def test_the_loss_of_a_mini_batch_is_that_written_out() -> None:
     """The mean over its answers of their means over labels."""
     step = step_of()
     batch, losses = batch_of(step), step.learner.passes
-    sums, _ = jax.jit(losses.sums)(policy(), None, batch)
+    sums, _ = jax.jit(losses.compute_sums)(policy(), None, batch)
     here = in_mini_batch(batch, 0)
     gains = np.asarray(batch.advantages)[:, None] * logprobs_of(batch)
     means = np.where(here, gains, 0).sum(axis=1) / np.maximum(here.sum(axis=1), 1)
@@ -114,7 +114,7 @@ def test_ratios_and_advantages_of_labels_are_those_written_out() -> None:
     old = np.random.default_rng(4).normal(size=(ROWS, SIZE)) + logprobs_of(batch)
     advantages = np.where(np.arange(ROWS) < 2, 0, np.asarray(batch.advantages))
     batch = batch.replace(old_logprobs=jnp.asarray(old), advantages=jnp.asarray(advantages))
-    sums, counts = jax.jit(step.learner.passes.sums)(policy(), None, batch)
+    sums, counts = jax.jit(step.learner.passes.compute_sums)(policy(), None, batch)
     here = in_mini_batch(batch, 0)
     x = (logprobs_of(batch) - old)[here]
     by_label = np.broadcast_to(advantages[:, None], here.shape)[here]
@@ -125,7 +125,7 @@ def test_ratios_and_advantages_of_labels_are_those_written_out() -> None:
         "advantage/min": by_label.min(),
     }
     assert {name: float(value) for name, value in sums.extremes.items()} == pytest.approx(wanted)
-    means = {name: float(value / counts.tokens) for name, value in sums.measured.items()}
+    means = {name: float(value / counts.labels) for name, value in sums.loss_metrics.items()}
     assert means["ratio/kl"] == pytest.approx((np.exp(x) - 1 - x).mean())
     assert means["advantage/zero"] == pytest.approx((by_label == 0).mean())
     assert 0 < means["advantage/zero"] < 1
@@ -137,24 +137,24 @@ def test_traffic_to_experts_is_that_of_the_labels() -> None:
     model = tiny_model(layers=2, family=family)
     step, network = step_of(model), tiny_network(Decoder, model, 1, 1.5)
     batch = batch_of(step)
-    sums, counts = jax.jit(step.learner.passes.sums)(network, None, batch)
+    sums, counts = jax.jit(step.learner.passes.compute_sums)(network, None, batch)
     counted = np.roll(in_mini_batch(batch, 0), -1, axis=1)
     places = jnp.broadcast_to(jnp.arange(SIZE, dtype=jnp.int32), counted.shape)
     whole = jax.jit(network)(batch.tokens, places, traffic_mask=jnp.asarray(counted)).traffic
-    assert sums.experts is not None
-    assert sums.experts.tokens.shape == (2, 4)
-    assert (sums.experts.tokens.sum(axis=1) == 2 * counts.tokens).all()
-    for found, wanted in zip(sums.experts, whole, strict=True):
+    assert sums.traffic is not None
+    assert sums.traffic.tokens.shape == (2, 4)
+    assert (sums.traffic.tokens.sum(axis=1) == 2 * counts.labels).all()
+    for found, wanted in zip(sums.traffic, whole, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
 def test_logprobs_of_a_pass_ban_end_tokens_until_the_minimum_length() -> None:
     step = step_of()
     batch = batch_of(step)
-    found, _ = jax.jit(step.learner.passes.logprobs)(policy(), jnp.int32(0), batch)
-    wanted = np.where(np.asarray(batch.chosen), logprobs_of(batch), 0)
+    found, _ = jax.jit(step.learner.passes.compute_logprobs)(policy(), jnp.int32(0), batch)
+    wanted = np.where(np.asarray(batch.loss_mask), logprobs_of(batch), 0)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11)
-    later, _ = jax.jit(step.learner.passes.logprobs)(policy(), jnp.int32(1), batch)
+    later, _ = jax.jit(step.learner.passes.compute_logprobs)(policy(), jnp.int32(1), batch)
     np.testing.assert_allclose(
         later, np.where(in_mini_batch(batch, 1), wanted, 0), rtol=0, atol=1e-11
     )
@@ -163,7 +163,7 @@ def test_logprobs_of_a_pass_ban_end_tokens_until_the_minimum_length() -> None:
 def test_the_gap_is_that_written_out() -> None:
     random = np.random.default_rng(3)
     policy, sampled, chosen = (*random.normal(size=(2, 3, 4)), random.random((3, 4)) < 0.6)
-    gap = Gap.of(*map(jnp.asarray, (policy, sampled, chosen)))
+    gap = LogprobGap.from_logprobs(*map(jnp.asarray, (policy, sampled, chosen)))
     x = (policy - sampled)[chosen]
     found = [float(value) for value in gap]
     wanted = [

@@ -11,21 +11,21 @@ import pytest
 from flax import nnx
 
 from jaxspec.inputs.spec import FamilySpec, LoraConfig
-from jaxspec.mesh import ROWS, TRAIN_RULES, shardings
+from jaxspec.mesh import ROWS, TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
-from jaxspec.rl.optimizers import ADAM
-from jaxspec.state import Trained
+from jaxspec.rl.optimizers import DEFAULT_ADAM
+from jaxspec.state import NetworkState
 from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed, value_and_grad
 from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-start = jax.jit(optimizers.start, static_argnums=1)
-update = jax.jit(optimizers.update, static_argnums=3)
+start = jax.jit(optimizers.init_state, static_argnums=1)
+update = jax.jit(optimizers.apply_update, static_argnums=3)
 WEIGHTS = {"a": np.array([[1.0, -2.0], [0.5, 3.0]]), "b": np.array([0.1, -0.1])}
 
 
@@ -39,12 +39,17 @@ def as_jax(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("decay", "adam"), [(0.0, ADAM), (0.1, ADAM), (0.1, ADAM._replace(b1=0.8, b2=0.999, eps=0.01))]
+    ("decay", "adam"),
+    [
+        (0.0, DEFAULT_ADAM),
+        (0.1, DEFAULT_ADAM),
+        (0.1, DEFAULT_ADAM._replace(b1=0.8, b2=0.999, eps=0.01)),
+    ],
 )
-def test_clip_then_adamw(decay: float, adam: optimizers.Adam) -> None:
+def test_clip_then_adamw(decay: float, adam: optimizers.AdamConstants) -> None:
     """Three updates, of which the global-norm clip changes the first and the last."""
     clip, rate = 1.0, 0.01
-    assert (ADAM.b1, ADAM.b2, ADAM.eps) == (0.9, 0.95, 1e-8)
+    assert (DEFAULT_ADAM.b1, DEFAULT_ADAM.b2, DEFAULT_ADAM.eps) == (0.9, 0.95, 1e-8)
     optimizer = optimizers.adamw(rate, clip, decay, adam)
     learner = start(as_jax(WEIGHTS), optimizer)
     weights = {name: value.copy() for name, value in WEIGHTS.items()}
@@ -74,16 +79,16 @@ def test_clip_then_adamw(decay: float, adam: optimizers.Adam) -> None:
 def test_weight_decay_leaves_norms_biases_and_embeddings(make: Any) -> None:
     """Without a gradient, decay is all that changes a weight."""
     policy = tiny_network(Decoder, tiny_model(family=FamilySpec(attention_bias=True)))
-    weights = optimizers.parameters(policy)
+    weights = optimizers.trainable_parameters(policy)
     nothing = jax.tree.map(jnp.zeros_like, weights)
 
-    def shrunk(adam: optimizers.Adam) -> set[str]:
+    def shrunk(adam: optimizers.AdamConstants) -> set[str]:
         learner, _ = update(
             start(policy, made := make(0.1, 1.0, 0.5, adam)), nothing, jnp.ones(()), made
         )
         pairs = zip(
             jax.tree_util.tree_leaves_with_path(weights),
-            jax.tree.leaves(optimizers.parameters(learner.network)),
+            jax.tree.leaves(optimizers.trainable_parameters(learner.network)),
             strict=True,
         )
         return {
@@ -93,21 +98,23 @@ def test_weight_decay_leaves_norms_biases_and_embeddings(make: Any) -> None:
         }
 
     matrices = {"query", "key", "value", "output", "gate", "up", "down", "head"}
-    assert shrunk(ADAM._replace(matrices_alone=True)) == matrices
-    everything = shrunk(ADAM)
+    assert shrunk(DEFAULT_ADAM._replace(decays_matrices_only=True)) == matrices
+    everything = shrunk(DEFAULT_ADAM)
     assert everything >= matrices | {"embedding", "norm", "query_bias"}
 
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_non_finite_losses_and_gradients_change_only_the_counts(jitted: bool) -> None:
-    optimizer = optimizers.adamw(optimizers.scheduled("constant", 0.1, 3, 9), 1.0)
+    optimizer = optimizers.adamw(optimizers.warmup_schedule("constant", 0.1, 3, 9), 1.0)
 
-    def apply(learner: Trained, slope: Any, loss: Any) -> Any:
-        return optimizers.update(learner, slope, loss, optimizer)
+    def apply(learner: NetworkState, slope: Any, loss: Any) -> Any:
+        return optimizers.apply_update(learner, slope, loss, optimizer)
 
     update = jax.jit(apply) if jitted else apply
     learner, _ = update(
-        optimizers.start(as_jax(WEIGHTS), optimizer), as_jax(gradients(1.0)), jnp.asarray(1.0)
+        optimizers.init_state(as_jax(WEIGHTS), optimizer),
+        as_jax(gradients(1.0)),
+        jnp.asarray(1.0),
     )
     before = jax.tree.map(np.asarray, learner)
     assert (int(learner.skipped), int(learner.skipped_in_row)) == (0, 0)
@@ -157,9 +164,9 @@ def test_muon_orthogonalises_every_matrix_by_itself_and_leaves_the_rest_to_adamw
 
     def updated(optimizer: optax.GradientTransformation) -> Any:
         state = start(policy, optimizer)
-        state = jax.device_put(state, shardings(mesh, state, LOGICAL_AXES, TRAIN_RULES))
+        state = jax.device_put(state, assign_shardings(mesh, state, LOGICAL_AXES, TRAIN_RULES))
         update = jax.jit(
-            lambda state, slope: optimizers.update(state, slope, jnp.ones(()), optimizer)[0]
+            lambda state, slope: optimizers.apply_update(state, slope, jnp.ones(()), optimizer)[0]
         )
         for slope in slopes:
             state = update(state, slope)
@@ -197,12 +204,13 @@ def test_muon_takes_adapters_for_matrices_and_keeps_its_coefficients() -> None:
     policy = AdaptedDecoder(
         tiny_network(Decoder, tiny_model()), LoraConfig(rank=2), jax.random.key(0)
     )
-    weights = optimizers.parameters(policy)
+    weights = optimizers.trainable_parameters(policy)
     axes = jax.tree_util.tree_leaves_with_path(
-        optimizers.matrices(weights), is_leaf=lambda node: hasattr(node, "reduction_axis")
+        optimizers.matrix_dimension_numbers(weights),
+        is_leaf=lambda node: hasattr(node, "reduction_axis"),
     )
     assert len(axes) == 2 * 7
-    optimizer = optimizers.kept_in("bfloat16", optimizers.muon(0.1, 1.0))
+    optimizer = optimizers.with_state_dtype("bfloat16", optimizers.muon(0.1, 1.0))
     learner = start(policy, optimizer)
     slope = jax.tree.map(jnp.ones_like, weights)
     learner, _ = update(learner, slope, jnp.ones(()), optimizer)
@@ -221,12 +229,17 @@ def test_muon_takes_adapters_for_matrices_and_keeps_its_coefficients() -> None:
 def test_frozen_weights_stay_and_the_others_move_as_without_them(made: Any) -> None:
     """A frozen router has no moments, is not decayed, and is no part of the clipped norm."""
     family = FamilySpec(model_type="qwen3_moe", experts=4, experts_per_token=2)
-    weights = optimizers.parameters(tiny_network(Decoder, tiny_model(layers=1, family=family), 1))
+    weights = optimizers.trainable_parameters(
+        tiny_network(Decoder, tiny_model(layers=1, family=family), 1)
+    )
     gradients = jax.tree.map(lambda leaf: 0.1 * jnp.cos(leaf), weights)
     quiet = jax.tree.map(lambda leaf: leaf, gradients)
     quiet.layers.router = nnx.Param(jnp.zeros_like(quiet.layers.router[...]))
-    rate = optimizers.scheduled("constant", 0.1, 1, 9)
-    plain, frozen = made(rate, 0.5, 0.3), optimizers.frozen(("router",), made(rate, 0.5, 0.3))
+    rate = optimizers.warmup_schedule("constant", 0.1, 1, 9)
+    plain, frozen = (
+        made(rate, 0.5, 0.3),
+        optimizers.freeze_weights(("router",), made(rate, 0.5, 0.3)),
+    )
     wanted, _ = jax.jit(plain.update)(quiet, plain.init(weights), weights)
     changes, state = jax.jit(frozen.update)(gradients, frozen.init(weights), weights)
     assert optimizers.update_count(state) == 1
@@ -239,7 +252,7 @@ def test_frozen_weights_stay_and_the_others_move_as_without_them(made: Any) -> N
 def test_muon_decays_matrices_that_have_no_gradient() -> None:
     network = tiny_network(Decoder, tiny_model(layers=1), 1)
     optimizer = optimizers.muon(0.1, 1.0, 0.3)
-    weights = optimizers.parameters(network)
+    weights = optimizers.trainable_parameters(network)
     nothing = jax.tree.map(jnp.zeros_like, weights)
     changes, _ = jax.jit(optimizer.update)(nothing, optimizer.init(weights), weights)
     for name in ("gate", "query", "output"):
@@ -257,22 +270,22 @@ def test_schedules() -> None:
         ("linear", [0.4, 0.2, 0, 0]),
         ("cosine", [0.4, 0.2, 0, 0]),
     ):
-        found = at(optimizers.scheduled(kind, 0.4, 4, 24), 0, 1, 3, 4, 14, 24, 100)
+        found = at(optimizers.warmup_schedule(kind, 0.4, 4, 24), 0, 1, 3, 4, 14, 24, 100)
         np.testing.assert_allclose(found, [0.1, 0.2, 0.4, *later], atol=1e-7)
-        assert at(optimizers.scheduled(kind, 0.4, 0, 24), 0) == pytest.approx(0.4)
+        assert at(optimizers.warmup_schedule(kind, 0.4, 0, 24), 0) == pytest.approx(0.4)
         # with a floor, what was above 0 is above a tenth of the peak
-        floor = at(optimizers.scheduled(kind, 0.4, 4, 24, 0.1), 0, 1, 3, 4, 14, 24, 100)
+        floor = at(optimizers.warmup_schedule(kind, 0.4, 4, 24, 0.1), 0, 1, 3, 4, 14, 24, 100)
         wanted = [0.04 + 0.9 * rate for rate in later]
         np.testing.assert_allclose(floor[3:], wanted, atol=1e-7)
         np.testing.assert_allclose(floor[:3], [0.1, 0.2, 0.4], atol=1e-7)
-    quarter = at(optimizers.scheduled("cosine", 1.0, 0, 8), 2)
+    quarter = at(optimizers.warmup_schedule("cosine", 1.0, 0, 8), 2)
     assert quarter == pytest.approx((1 + np.sqrt(0.5)) / 2)
     np.testing.assert_allclose(
-        at(optimizers.cosine(1.0, 200), 0, 10, 105, 200, 500),
+        at(optimizers.cosine_schedule(1.0, 200), 0, 10, 105, 200, 500),
         [0.05, 1.0, 0.55, 0.1, 0.1],
         atol=1e-6,
     )
-    assert np.isfinite(at(optimizers.cosine(1.0, 1), 0, 1, 2)).all()
+    assert np.isfinite(at(optimizers.cosine_schedule(1.0, 1), 0, 1, 2)).all()
 
 
 IDS = np.array([1, 4, 5, 10])
@@ -288,7 +301,7 @@ def size_of(network: Any) -> tuple[jax.Array, jax.Array]:
     total = sum(
         (
             jnp.sum((leaf - 0.01 * shift) ** 2)
-            for leaf in jax.tree.leaves(optimizers.parameters(network))
+            for leaf in jax.tree.leaves(optimizers.trainable_parameters(network))
         ),
         jnp.zeros(()),
     )
@@ -298,16 +311,16 @@ def size_of(network: Any) -> tuple[jax.Array, jax.Array]:
 def test_a_network_of_weights_alone_is_its_own_parameters() -> None:
     """Bit for bit the gradient and the update that optax gives for the whole tree."""
     policy, optimizer = tiny_network(Decoder, tiny_model()), optimizers.adamw(0.01, 1.0)
-    assert jax.tree.structure(optimizers.parameters(policy)) == jax.tree.structure(policy)
+    assert jax.tree.structure(optimizers.trainable_parameters(policy)) == jax.tree.structure(policy)
 
     def loss_of(network: Decoder) -> jax.Array:
         return sum((jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(network)), jnp.zeros(()))
 
     def ours(policy: Decoder) -> Decoder:
         loss, slope = value_and_grad(loss_of, policy)
-        return optimizers.update(optimizers.start(policy, optimizer), slope, loss, optimizer)[
-            0
-        ].network
+        return optimizers.apply_update(
+            optimizers.init_state(policy, optimizer), slope, loss, optimizer
+        )[0].network
 
     def plain(policy: Decoder) -> Any:
         changes, _ = optimizer.update(jax.grad(loss_of)(policy), optimizer.init(policy), policy)  # pyright: ignore[reportArgumentType]
@@ -323,24 +336,26 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
     optimizer has never seen them."""
     optimizer = optimizers.adamw(0.01, 1.0, 0.1)
 
-    def fresh() -> Trained:
-        return optimizers.start(mapped(), optimizer)
+    def fresh() -> NetworkState:
+        return optimizers.init_state(mapped(), optimizer)
 
-    def step(learner: Trained) -> tuple[Trained, jax.Array]:
+    def step(learner: NetworkState) -> tuple[NetworkState, jax.Array]:
         (loss, half), slope = value_and_grad(size_of, learner.network, has_aux=True)
-        return optimizers.update(learner, slope, loss, optimizer)[0], loss / half
+        return optimizers.apply_update(learner, slope, loss, optimizer)[0], loss / half
 
     learner = fresh()
     # before their buffers are donated
-    weights = [np.array(leaf) for leaf in jax.tree.leaves(optimizers.parameters(learner.network))]
+    weights = [
+        np.array(leaf) for leaf in jax.tree.leaves(optimizers.trainable_parameters(learner.network))
+    ]
     abstract = jax.eval_shape(
-        lambda: optimizers.start(eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer)
+        lambda: optimizers.init_state(eagle3(tiny_model(), jax.random.key(0), vocab=4), optimizer)
     )
     assert jax.tree.structure(abstract) == jax.tree.structure(learner)
     assert len(jax.tree.leaves(learner.network)) == 14
     # both moments of every weight, and the count
     assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1
-    layout = shardings(small_mesh(4, 2), abstract, LOGICAL_AXES, TRAIN_RULES)
+    layout = assign_shardings(small_mesh(4, 2), abstract, LOGICAL_AXES, TRAIN_RULES)
     found = {
         str(path[-2]): trimmed(spec.spec)
         for path, spec in jax.tree_util.tree_leaves_with_path(layout.network)
@@ -363,7 +378,7 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
             for leaf, change in zip(weights, jax.tree.leaves(changes), strict=True)
         ]
     for ours, theirs in zip(
-        jax.tree.leaves(optimizers.parameters(placed.network)), weights, strict=True
+        jax.tree.leaves(optimizers.trainable_parameters(placed.network)), weights, strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)
 
@@ -372,8 +387,8 @@ def test_moments_kept_in_bfloat16_are_those_rounded_and_weights_stay_as_wide() -
     """Two updates beside those of plain AdamW: the first is the same, the second differs by what
     rounding the moments does."""
     plain = optimizers.adamw(0.1, 1.0)
-    narrow = optimizers.kept_in("bfloat16", plain)
-    learners = [optimizers.start(as_jax(WEIGHTS), optimizer) for optimizer in (plain, narrow)]
+    narrow = optimizers.with_state_dtype("bfloat16", plain)
+    learners = [optimizers.init_state(as_jax(WEIGHTS), optimizer) for optimizer in (plain, narrow)]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(learners[1].optimizer)} == {
         "bfloat16",
         "int32",
@@ -381,7 +396,7 @@ def test_moments_kept_in_bfloat16_are_those_rounded_and_weights_stay_as_wide() -
     for scale in (1.0, 0.3):
         slope, loss = as_jax(gradients(scale)), jnp.asarray(1.0)
         learners = [
-            optimizers.update(each, slope, loss, made)[0]
+            optimizers.apply_update(each, slope, loss, made)[0]
             for each, made in zip(learners, (plain, narrow), strict=True)
         ]
         for name in WEIGHTS:

@@ -15,28 +15,28 @@ from jaxspec.mesh import ROWS
 from jaxspec.rl.train_batch import (
     Pack,
     TrainBatch,
-    exchanged,
-    filler,
-    learnt_before,
-    packed,
-    planned,
+    build_text_batch,
+    count_response_tokens,
+    filler_token,
+    gather_pack,
+    move_rows_to_plan,
+    plan_packing,
     read_lengths,
-    texts_to_learn,
-    whole_rows,
+    rows_to_pack,
 )
-from jaxspec.state import Plan
+from jaxspec.state import PackingPlan
 from tests.conftest import small_mesh
 
 
 def stands(
-    plan: Plan, read: np.ndarray, shards: int, tokens: int
+    plan: PackingPlan, read: np.ndarray, shards: int, tokens: int
 ) -> tuple[dict[int, tuple[int, int, int]], np.ndarray]:
     """Row -> (shard, micro-batch, start) of those that are read; and by shard, micro-batch and
     position the row that stands there."""
-    found, there = {}, np.full((shards, int(plan.used[0]), tokens), -1)
+    found, there = {}, np.full((shards, int(plan.micro_batch_count[0]), tokens), -1)
     places = len(read) // shards
-    for place, row in enumerate(np.asarray(plan.order)):
-        micro, start = int(plan.micro[0, place]), int(plan.start[0, place])
+    for place, row in enumerate(np.asarray(plan.row_order)):
+        micro, start = int(plan.micro_batch[0, place]), int(plan.text_start[0, place])
         if micro >= 0:
             found[int(row)] = place // places, micro, start
             span = there[place // places, micro, start : start + read[row]]
@@ -52,16 +52,18 @@ def test_every_row_stands_once_and_no_pack_overflows(
     shards: int, lengths: list[int], tokens: int
 ) -> None:
     read = np.array(lengths * shards, np.int32)
-    plan = planned(read, shards, tokens)
-    assert sorted(np.asarray(plan.order).tolist()) == list(range(len(read)))
+    plan = plan_packing(read, shards, tokens)
+    assert sorted(np.asarray(plan.row_order).tolist()) == list(range(len(read)))
     found, _ = stands(plan, read, shards, tokens)
     assert sorted(found) == np.flatnonzero(read).tolist()
-    assert int(plan.used[0]) == max((micro + 1 for _, micro, _ in found.values()), default=0)
+    assert int(plan.micro_batch_count[0]) == max(
+        (micro + 1 for _, micro, _ in found.values()), default=0
+    )
 
 
 def test_a_row_that_fits_no_micro_batch_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match="a row of 11 tokens does not fit a micro-batch of 10"):
-        planned(np.array([3, 11], np.int32), 1, 10)
+        plan_packing(np.array([3, 11], np.int32), 1, 10)
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,14 +74,14 @@ def test_a_mini_batch_reads_its_own_rows_and_is_dealt_to_all_shards(
     random = np.random.default_rng(seed)
     read = random.integers(0, 9, shards * minis * rows).astype(np.int32)
     mini = np.repeat(np.arange(minis, dtype=np.int32), shards * rows)
-    plan = planned(read, shards, 9, mini)
-    order, micro = np.asarray(plan.order), np.asarray(plan.micro)
+    plan = plan_packing(read, shards, 9, mini)
+    order, micro = np.asarray(plan.row_order), np.asarray(plan.micro_batch)
     assert sorted(order.tolist()) == list(range(len(read)))
     for number in range(minis):
         there = order[micro[number] >= 0]
         assert sorted(there.tolist()) == np.flatnonzero((mini == number) & (read > 0)).tolist()
-        alone = planned(np.where(mini == number, read, 0), shards, 9)
-        assert plan.used[number] <= alone.used[0] + 1
+        alone = plan_packing(np.where(mini == number, read, 0), shards, 9)
+        assert plan.micro_batch_count[number] <= alone.micro_batch_count[0] + 1
     # however the lengths fall, no shard has more than its places
     assert len(order) // shards == minis * rows
 
@@ -91,8 +93,8 @@ def test_shards_get_about_as_much_text_though_groups_differ(shards: int) -> None
     random = np.random.default_rng(0)
     read = np.repeat(random.integers(24, 193, 8), 8).astype(np.int32)
     by_group = read.reshape(shards, -1).sum(1)
-    plan = planned(read, shards, 8 * 192)
-    dealt = read[np.asarray(plan.order)].reshape(shards, -1).sum(1)
+    plan = plan_packing(read, shards, 8 * 192)
+    dealt = read[np.asarray(plan.row_order)].reshape(shards, -1).sum(1)
     assert dealt.max() <= 1.05 * dealt.mean() < by_group.max()
 
 
@@ -109,14 +111,19 @@ def batch_of(shards: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.nd
 def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
     tokens, mesh = 12, small_mesh(shards)
     text, chosen, read = batch_of(shards, tokens)
-    batch = texts_to_learn(text, chosen, mesh, tokens)
+    batch = build_text_batch(text, chosen, mesh, tokens)
     _, there = stands(jax.tree.map(np.asarray, batch.plan), read, shards, tokens)
 
     def gather(batch: TrainBatch, number: Any) -> Any:
-        batch = exchanged(batch, shards)
-        return tuple(packed(batch, jnp.int32(0), number, tokens, filler(batch))[0])
+        batch = move_rows_to_plan(batch, shards)
+        return tuple(gather_pack(batch, jnp.int32(0), number, tokens, filler_token(batch))[0])
 
-    plan = batch.plan.replace(order=P(ROWS), micro=P(None, ROWS), start=P(None, ROWS), used=P())
+    plan = batch.plan.replace(
+        row_order=P(ROWS),
+        micro_batch=P(None, ROWS),
+        text_start=P(None, ROWS),
+        micro_batch_count=P(),
+    )
     specs = jax.tree.map(lambda _: P(ROWS), batch).replace(plan=plan)
     outputs: Any = tuple([P(ROWS)] * 5)
     run = jax.jit(
@@ -129,7 +136,7 @@ def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
             check_vma=False,
         )
     )
-    for micro in range(int(batch.plan.used[0])):
+    for micro in range(int(batch.plan.micro_batch_count[0])):
         arrays: list[Any] = [np.asarray(part) for part in run(batch, jnp.int32(micro))]
         pack = Pack(*arrays)
         for shard in range(shards):
@@ -137,20 +144,20 @@ def test_a_shard_gathers_the_texts_that_the_plan_gives_it(shards: int) -> None:
             for t, row in enumerate(rows):
                 first = t if row != previous or row < 0 else first
                 previous = row
-                assert pack.first[shard, t] == first
+                assert pack.text_start[shard, t] == first
                 assert pack.positions[shard, t] == t - first
                 if row >= 0:
                     assert pack.tokens[shard, t] == text[row, t - first]
                     assert pack.labels[shard, t] == text[row, t - first + 1]
-                    assert pack.chosen[shard, t] == chosen[row, t - first + 1]
+                    assert pack.loss_mask[shard, t] == chosen[row, t - first + 1]
                 else:
-                    assert not pack.chosen[shard, t]
+                    assert not pack.loss_mask[shard, t]
                     assert pack.tokens[shard, t] in text[read > 0, 0]
 
 
 def test_whole_rows_are_texts_of_their_own() -> None:
     tokens, chosen = jnp.array([[5, 6, 7]], jnp.int32), jnp.array([[True, False, True]])
-    found = whole_rows(tokens, chosen)
+    found = rows_to_pack(tokens, chosen)
     assert [np.asarray(part).tolist() for part in found] == [
         [[5, 6, 7]],
         [[6, 7, 0]],
@@ -164,5 +171,5 @@ def test_labels_before_are_counted_within_each_text() -> None:
     """Two texts side by side and a position beyond them."""
     chosen = jnp.array([[False, True, True, False, True, True, False]])
     first = jnp.array([[0, 0, 0, 0, 4, 4, 6]], jnp.int32)
-    pack = Pack(tokens=first, labels=first, chosen=chosen, positions=first, first=first)
-    assert np.asarray(learnt_before(pack)).tolist() == [[0, 0, 1, 2, 0, 1, 0]]
+    pack = Pack(tokens=first, labels=first, loss_mask=chosen, positions=first, text_start=first)
+    assert np.asarray(count_response_tokens(pack)).tolist() == [[0, 0, 1, 2, 0, 1, 0]]

@@ -12,13 +12,13 @@ import pytest
 
 from jaxspec.rl.loss_terms import ImportanceWeights, KlPenalty, LossInputs, k3
 from jaxspec.rl.losses import (
-    ByConstant,
-    by_sequence,
-    by_token,
-    clipped_ratio,
-    clipped_weight,
-    policy_gradient,
-    sequence_ratio,
+    ConstantDivisor,
+    cispo_surrogate,
+    gspo_surrogate,
+    policy_gradient_loss,
+    ppo_surrogate,
+    sequence_mean,
+    token_mean,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -130,10 +130,10 @@ def ours(aggregation: Any, surrogate: Any, **parts: Any) -> tuple[float, np.ndar
             reference_logprobs=jnp.asarray(BATCH.reference),
             entropy=jnp.asarray(BATCH.entropy),
             advantages=advantages,
-            chosen=chosen,
-            first=jnp.zeros(policy.shape, jnp.int32),
+            loss_mask=chosen,
+            text_start=jnp.zeros(policy.shape, jnp.int32),
         )
-        by_label = policy_gradient(inputs, surrogate, **parts).by_label
+        by_label = policy_gradient_loss(inputs, surrogate, **parts).by_label
         labels = jnp.broadcast_to(jnp.sum(chosen, 1, keepdims=True, dtype=float), policy.shape)
         weights = aggregation(labels, jnp.sum(chosen, dtype=float), jnp.asarray(float(ROWS)))
         return jnp.sum(jnp.where(chosen, weights * by_label, 0))
@@ -142,38 +142,43 @@ def ours(aggregation: Any, surrogate: Any, **parts: Any) -> tuple[float, np.ndar
     return float(value), np.asarray(slope)
 
 
-PPO = functools.partial(clipped_ratio, clip_low=LOW, clip_high=HIGH)
-GSPO = functools.partial(sequence_ratio, clip_low=LOW, clip_high=HIGH)
+PPO = functools.partial(ppo_surrogate, clip_low=LOW, clip_high=HIGH)
+GSPO = functools.partial(gspo_surrogate, clip_low=LOW, clip_high=HIGH)
 
 
 @pytest.mark.parametrize(
     ("theirs", "aggregation", "surrogate", "parts"),
     [
-        ({"loss_type": "grpo"}, by_sequence, PPO, {}),
-        ({"loss_type": "bnpo"}, by_token, PPO, {}),
-        ({"loss_type": "dapo"}, by_token, PPO, {}),
-        ({"loss_type": "dr_grpo"}, ByConstant(LONGEST, ROWS), PPO, {}),
+        ({"loss_type": "grpo"}, sequence_mean, PPO, {}),
+        ({"loss_type": "bnpo"}, token_mean, PPO, {}),
+        ({"loss_type": "dapo"}, token_mean, PPO, {}),
+        ({"loss_type": "dr_grpo"}, ConstantDivisor(LONGEST, ROWS), PPO, {}),
         (
             {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-            by_sequence,
+            sequence_mean,
             GSPO,
             {},
         ),
         (
             {"loss_type": "cispo", "epsilon_high": 1 + HIGH},
-            by_token,
-            functools.partial(clipped_weight, clip_low=1.0, clip_high=HIGH),
+            token_mean,
+            functools.partial(cispo_surrogate, clip_low=1.0, clip_high=HIGH),
             {},
         ),
-        ({"loss_type": "dapo", "delta": 1.3}, by_token, functools.partial(PPO, dual_clip=1.3), {}),
-        ({"loss_type": "grpo", "beta": 0.04}, by_sequence, PPO, {"kl": KlPenalty(0.04, k3)}),
+        (
+            {"loss_type": "dapo", "delta": 1.3},
+            token_mean,
+            functools.partial(PPO, dual_clip=1.3),
+            {},
+        ),
+        ({"loss_type": "grpo", "beta": 0.04}, sequence_mean, PPO, {"kl": KlPenalty(0.04, k3)}),
         (
             {"loss_type": "dapo", "cap": 1.2},
-            by_token,
+            token_mean,
             PPO,
-            {"correction": ImportanceWeights(most=1.2)},
+            {"correction": ImportanceWeights(max_weight=1.2)},
         ),
-        ({"loss_type": "dapo", "entropy_coef": 0.2}, by_token, PPO, {"entropy_weight": 0.2}),
+        ({"loss_type": "dapo", "entropy_coef": 0.2}, token_mean, PPO, {"entropy_weight": 0.2}),
     ],
 )
 def test_values_and_slopes_are_those_of_trl(

@@ -26,8 +26,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner
-from jaxspec.rl.train_batch import TrainBatch, plan_layout, read_lengths, whole_rows
-from jaxspec.state import LearnerState, TrainState
+from jaxspec.rl.train_batch import TrainBatch, plan_shardings, read_lengths, rows_to_pack
+from jaxspec.state import PROMPT, UNDRAFTED, LearnerState, TrainState
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
 
@@ -90,16 +90,16 @@ class Rows:
 
     def on(self, step: Step) -> TrainBatch:
         """As the learner reads them."""
-        plan = step.planned(np.asarray(read_lengths(self.chosen)).astype(np.int32))
+        plan = step.plan_batch(np.asarray(read_lengths(self.chosen)).astype(np.int32))
         parts: dict[str, Any] = {
             "tokens": self.tokens,
             "sampled_logprobs": self.sampled,
-            "chosen": self.chosen,
+            "loss_mask": self.chosen,
             "advantages": self.advantages,
             "version": self.version,
         }
         rows = jax.tree.map(jnp.asarray, parts)
-        return TrainBatch(**rows, plan=jax.device_put(plan, plan_layout(step.mesh)))
+        return TrainBatch(**rows, plan=jax.device_put(plan, plan_shardings(step.mesh)))
 
 
 def policy() -> Decoder:
@@ -109,7 +109,7 @@ def policy() -> Decoder:
 def logprobs_of(network: Any, rows: Rows) -> jax.Array:
     """Of each token given those before it, [rows, size]; 0 for the first."""
     network = merge_lora(network)
-    texts = whole_rows(jnp.asarray(rows.tokens), jnp.asarray(rows.chosen))
+    texts = rows_to_pack(jnp.asarray(rows.tokens), jnp.asarray(rows.chosen))
     logits = network.logits(network(texts.tokens, texts.positions).hidden)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), texts.labels[..., None], axis=2)
     return jnp.pad(picked[:, :-1, 0], ((0, 0), (1, 0)))
@@ -121,7 +121,7 @@ def by_hand(network: Any, rows: Rows, minis: int, epochs: int, recompute: bool) 
     old = logprobs_of(network, rows) if recompute else jnp.asarray(rows.sampled)
 
     def loss_of(weights: Any, here: jax.Array) -> jax.Array:
-        logprobs = logprobs_of(optimizers.with_parameters(network, weights), rows)
+        logprobs = logprobs_of(optimizers.replace_parameters(network, weights), rows)
         ratio = jnp.exp(jnp.where(here, logprobs - old, 0))
         gains = jnp.asarray(rows.advantages)[:, None] * jnp.stack(
             [ratio, jnp.clip(ratio, 1 - LOW, 1 + HIGH)]
@@ -132,7 +132,7 @@ def by_hand(network: Any, rows: Rows, minis: int, epochs: int, recompute: bool) 
 
     slope, weights, losses = (
         jax.jit(jax.value_and_grad(loss_of)),
-        optimizers.parameters(network),
+        optimizers.trainable_parameters(network),
         [],
     )
     for _ in range(epochs):
@@ -145,8 +145,8 @@ def by_hand(network: Any, rows: Rows, minis: int, epochs: int, recompute: bool) 
 
 
 def learnt(step: Step, network: Any, rows: Rows) -> tuple[LearnerState, dict[str, float]]:
-    state = step.learner.start(network, None, online=False)
-    state = jax.device_put(state, step.learner.layout(state))
+    state = step.learner.init_state(network, None, online=False)
+    state = jax.device_put(state, step.learner.train_layout(state))
     after, metrics = jax.jit(step.learner.learn)(state, rows.on(step))
     return after, {name: float(value) for name, value in metrics.items()}
 
@@ -178,12 +178,12 @@ def test_several_updates_are_those_written_out(
 ) -> None:
     how: Any = "recompute" if recompute else "reuse"
     step = step_of(mesh, LossConfig(**LOSS, logprobs=how), None, minis, epochs, rank)
-    rows, network = Rows(), step.adapt(policy())
+    rows, network = Rows(), step.add_adapters(policy())
     if isinstance(network, AdaptedDecoder):  # whose change is not nothing
         network.adapters = jax.tree.map(lambda leaf: leaf + 0.05, network.adapters)
     after, metrics = learnt(step, network, rows)
     weights, loss = by_hand(network, rows, minis, epochs, recompute)
-    assert_close(optimizers.parameters(after.policy.network), weights)
+    assert_close(optimizers.trainable_parameters(after.policy.network), weights)
     assert metrics["loss/policy"] == pytest.approx(loss, abs=1e-11)
     assert metrics["ratio/clipped_low"] + metrics["ratio/clipped_high"] > 0.02
     assert metrics["learner/recompute"] == recompute
@@ -196,7 +196,7 @@ def test_an_update_is_traced_once_however_many_there_are(monkeypatch: pytest.Mon
     update = Learner._update
     monkeypatch.setattr(Learner, "_update", lambda *given: traced.append(0) or update(*given))
     step = step_of(minis=2, epochs=2)
-    state = step.learner.start(policy(), None, online=False)
+    state = step.learner.init_state(policy(), None, online=False)
     jax.eval_shape(step.learner.learn, state, Rows().on(step))
     assert len(traced) == 1
 
@@ -236,7 +236,7 @@ def test_a_mini_batch_of_nothing_is_passed_over() -> None:
     rows.chosen[ROWS // 2 :] = False
     after, metrics = learnt(step_of(minis=2, epochs=1), policy(), rows)
     weights, loss = by_hand(policy(), rows, 1, 1, recompute=False)
-    assert_close(optimizers.parameters(after.policy.network), weights)
+    assert_close(optimizers.trainable_parameters(after.policy.network), weights)
     assert metrics["loss/policy"] == pytest.approx(loss, abs=1e-11)
     assert (metrics["skipped/policy"], metrics["skipped_in_row/policy"]) == (0, 0)
     assert metrics["ratio/mean"] == pytest.approx(1, abs=0.1)
@@ -253,7 +253,7 @@ def test_recorded_logprobs_that_are_far_off_are_recomputed_from_then_on() -> Non
         policy_optimizer=optax.sgd(optax.constant_schedule(1e-9)),
         learning_rate=optax.linear_schedule(0.0, 1.0, 10),
     )
-    state, told = still.start(policy(), None, online=False), []
+    state, told = still.init_state(policy(), None, online=False), []
     learn = jax.jit(still.learn)
     for version, rows in enumerate((near, far, near)):
         rows.version[:] = version
@@ -290,7 +290,7 @@ def test_the_divergence_of_answers_comes_back_in_the_order_of_the_rows(where: An
     kl = KlConfig(beta=BETA, where=where)
     step, rows = step_of((4, 2), kl=kl, minis=1, epochs=1), Rows()
     other = tiny_network(Decoder, MODEL, 2)
-    state = step.learner.start(policy(), None, online=False).replace(reference=other)
+    state = step.learner.init_state(policy(), None, online=False).replace(reference=other)
     penalty = step.kl_in_reward
     assert penalty is not None
     found = jax.jit(
@@ -315,8 +315,11 @@ def test_what_leaving_the_reference_costs_is_taken_from_rewards(where: Any) -> N
     rows.chosen = (place >= 3) & (place < ends[:, None])
     valid, rewards = np.arange(ROWS) != 7, np.random.default_rng(1).random(ROWS)
     other = tiny_network(Decoder, MODEL, 2)
-    finished = step.nothing_finished(ROWS)
+    finished = step.empty_scored_rollout(ROWS)
     rollout = {"tokens": rows.tokens, "logprobs": rows.sampled, "lengths": ends.astype(np.int32)}
+    places = np.arange(rows.tokens.shape[1])
+    sampled = (places >= starts[:, None]) & (places < ends[:, None])
+    rollout |= {"origin": np.where(sampled, UNDRAFTED, PROMPT).astype(np.int8)}
     rollout = jax.tree.map(jnp.asarray, rollout | {"prompt_lengths": starts.astype(np.int32)})
     finished = finished.replace(
         rollout=finished.rollout.replace(**rollout),
@@ -325,9 +328,9 @@ def test_what_leaving_the_reference_costs_is_taken_from_rewards(where: Any) -> N
         plan=rows.on(step).plan,
         learn=jnp.ones((), bool),
     )
-    learner = step.learner.start(policy(), None, online=False).replace(reference=other)
+    learner = step.learner.init_state(policy(), None, online=False).replace(reference=other)
     state = TrainState(learner=learner, generator=step.generator.start())
-    batch, metrics = jax.jit(step._rewarded)(state, finished)
+    batch, metrics = jax.jit(step._build_rewarded_batch)(state, finished)
     mask = rows.chosen & valid[:, None]
     kl = np.where(mask, rows.sampled - np.asarray(logprobs_of(other, rows)), 0)
     assert float(metrics["reward/kl"]) == pytest.approx(kl.sum() / valid.sum(), abs=1e-11)
@@ -366,7 +369,7 @@ def test_a_constant_counts_all_rows_that_were_asked() -> None:
 def test_the_reference_is_the_policy_that_training_began_with(rank: int) -> None:
     """Its divergence is 0 before the first update; then the policy leaves it, and it stays."""
     step = step_of(minis=1, epochs=1, rank=rank)
-    state, rows = step.learner.start(step.adapt(policy()), None, online=False), Rows()
+    state, rows = step.learner.init_state(step.add_adapters(policy()), None, online=False), Rows()
     assert (state.reference is None) == (rank > 0)
     learn, found = jax.jit(step.learner.learn), []
     for _ in range(3):

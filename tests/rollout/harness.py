@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Context, Draft, Kept, Proposal, Sampler
-from jaxspec.drafts.lookup import history, ngram, preferring
-from jaxspec.drafts.model import external
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler
+from jaxspec.drafts.lookup import history_draft, ngram_draft, prefer_lookup
+from jaxspec.drafts.model import model_draft
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
@@ -120,24 +120,24 @@ def draft_of(kind: str, length: int) -> Draft | None:
         lookup, base = draft_of(beside, length), draft_of(learned, length)
         assert lookup is not None
         assert base is not None
-        return preferring(lookup, base)
+        return prefer_lookup(lookup, base)
     match kind:
         case "none":
             return None
         case "eagle3 other":
-            return recurrent(length, (0, 4))
+            return recurrent_draft(length, (0, 4))
         case "eagle3" | "eagle3 small":
-            return recurrent(length, (1, 2, 3))
+            return recurrent_draft(length, (1, 2, 3))
         case "mtp" | "mtp reversed" | "eagle1":
-            return recurrent(length)
+            return recurrent_draft(length)
         case "mtp 2":
-            return recurrent(length, depth=2)
+            return recurrent_draft(length, depth=2)
         case "model":
-            return external(length)
+            return model_draft(length)
         case "history":
-            return history(length, GROUP, 1, 4)
+            return history_draft(length, GROUP, 1, 4)
         case rule:
-            return ngram(length, rule, 1, 3, STOP)  # pyright: ignore[reportArgumentType]
+            return ngram_draft(length, rule, 1, 3, STOP)  # pyright: ignore[reportArgumentType]
 
 
 def network_of(kind: str, scale: float, **changes: Any) -> Any:
@@ -195,11 +195,11 @@ def drafter(
 ) -> Drafter:
     """The draft as the engine takes it, at the only temperature there is, or at the chosen ones of
     the grid."""
-    length = draft.length if draft else 0
+    length = draft.max_length if draft else 0
     choice = choice or (0,) * length
     return Drafter(
         network=network,
-        choice=jnp.asarray(choice, jnp.int32).reshape(length),
+        factor_index=jnp.asarray(choice, jnp.int32).reshape(length),
         chooser=changing_chooser(lengths),
     )
 
@@ -304,7 +304,7 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
         sample: Sampler,
         length: int,
     ) -> tuple[tuple[()], None, Proposal]:
-        token, drafted, seen = context.at(context.lengths[:, None] - 1)[:, 0], [], []
+        token, drafted, seen = context.tokens_at(context.lengths[:, None] - 1)[:, 0], [], []
         for offset in range(length):
             seen.append(logits[token])
             token = sample(seen[-1], offset)
@@ -320,16 +320,16 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
     ) -> tuple[tuple[()], None]:
         return state, None
 
-    def commit(state: tuple[()], kept: Kept) -> tuple[()]:
+    def commit(state: tuple[()], kept: Committed) -> tuple[()]:
         return state
 
     return Draft(
-        length=length,
+        max_length=length,
         taps=(),
-        draws=True,
+        is_stochastic=True,
         empty_cache=lambda network, rows, slots: None,
-        start=lambda network, target, prompts: (),
-        read=lambda network, target, state, cache, pieces, features: (state, cache),
+        init_state=lambda network, target, prompts: (),
+        prefill=lambda network, target, state, cache, pieces, features: (state, cache),
         catch_up=catch_up,
         propose=propose,
         commit=commit,

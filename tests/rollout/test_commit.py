@@ -45,7 +45,7 @@ def test_origins_add_up_to_the_statistics(kind: str) -> None:
         np.testing.assert_array_equal(of_depth, counts.accepted[:, depth - 1])
     np.testing.assert_array_equal(
         (origin == UNDRAFTED).sum(axis=1),
-        counts.rounds - counts.drafted[:, 0],
+        counts.rounds - counts.draft_rounds[:, 0],
     )
     assert {BONUS, CORRECTION, UNDRAFTED} & {*origin[response].tolist()} >= {CORRECTION}
     # a draft of depth d + 1 follows one of depth d, and depth 1 follows a token of the target

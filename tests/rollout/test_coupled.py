@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.settings import Settings
@@ -142,7 +142,7 @@ def test_float32_flips_are_near_ties_and_rare() -> None:
     processing = Processing(stop_ids=(1,))
     runs = [
         compiled(draft, Settings(64, 64, processing, None), options=FOR_LONG_RUNS)
-        for draft in (None, recurrent(3, (1, 2, 3)))
+        for draft in (None, recurrent_draft(3, (1, 2, 3)))
     ]
     tokens = flips = 0
     for seed in range(5):

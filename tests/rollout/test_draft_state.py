@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Context, Draft
-from jaxspec.drafts.lookup import PreferringState
+from jaxspec.drafts.lookup import CombinedState
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
@@ -102,14 +102,14 @@ def said(
     same texts, and how long these are."""
     lengths = jnp.where(active(state), taken(state.rollout.lengths, state.row), 0)
     context = Context(state.rollout.tokens, lengths, state.row, state.rollout.lengths)
-    draft_state = state.draft.learned if isinstance(state.draft, PreferringState) else state.draft
+    draft_state = state.draft.learned if isinstance(state.draft, CombinedState) else state.draft
     cache = state.caches.draft
     assert cache is not None
     cache = cache.replace(table=state.pages.table[: len(lengths)])
     ours = learned.propose(network, target, draft_state, cache, context, in_turn, DEPTHS)[2].logits
     texts = jnp.where(
         jnp.arange(state.rollout.tokens.shape[1], dtype=jnp.int32) < lengths[:, None],
-        context.texts(),
+        context.slot_tokens(),
         7,
     )
     forward = target(
@@ -155,7 +155,7 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
 
     @jax.jit
     def compare(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-        block = (draft.length if draft else 0) + 1
+        block = (draft.max_length if draft else 0) + 1
         filled = refill(state, settings.group_size, block, evicts)
         filled = append_unread(target, given, draft, filled, settings)
         return said(learned, target, network, filled)
@@ -172,7 +172,7 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
         state = step(state, by_turn[number % len(by_turn)])
     assert compared > 100
     found = state.rollout.statistics
-    spent = found.ended - found.began
+    spent = found.end_round - found.start_round
     assert bool((found.rounds < spent).any()) == case.paged, (
         "rows lost their pages, or the case tests less than it says"
     )

@@ -78,8 +78,8 @@ def test_tokens_do_not_depend_on_who_holds_the_experts(split: Split) -> None:
     found = run((target(), network), coupled_prompts())
     assert_same_rows(found, plain())
     statistics = found.statistics
-    waited = statistics.ended - statistics.began > statistics.rounds
+    waited = statistics.end_round - statistics.start_round > statistics.rounds
     assert waited.any() == split.evicts
     if split.settings.lengths:
-        drafted = statistics.drafted.sum(axis=0)
+        drafted = statistics.draft_rounds.sum(axis=0)
         assert statistics.rounds.sum() > drafted[0] > drafted[-1] > 0, "rounds of several lengths"

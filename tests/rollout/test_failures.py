@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.recurrent import recurrent
+from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
@@ -60,7 +60,7 @@ def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
     wanted = compiled(None, Settings(16, 8, processing, None))((target, None), made)
     assert {EOS, LENGTH, FAILED} == set(wanted.status.tolist())
     network = tiny_network(eagle3, tiny_model(), 2, 0.8)
-    found = compiled(recurrent(3, (1, 2, 3)), Settings(16, 8, processing, None))(
+    found = compiled(recurrent_draft(3, (1, 2, 3)), Settings(16, 8, processing, None))(
         (target, network), made
     )
     np.testing.assert_array_equal(found.tokens, wanted.tokens)

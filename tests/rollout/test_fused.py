@@ -133,7 +133,7 @@ def answers(
         chosen.measured,
     )
     compared = (FUSED if fast else PLAIN).compare(block)
-    offered = jnp.minimum(proposal.offered, leading(compared.finite[:, :LENGTH]))
+    offered = jnp.minimum(proposal.lengths, leading(compared.finite[:, :LENGTH]))
     said: dict[str, Any] = {"finite": compared.finite, "offered": offered}
     for rule in (token_rule, block_rule):
         for name in ("next", "gumbel"):
@@ -273,7 +273,7 @@ def test_the_fast_form_is_for_accelerators_and_what_is_processed_by_itself(
         return step.generator.settings.verification
 
     assert form() is PLAIN
-    monkeypatch.setattr(meshes, "accelerated", lambda mesh: True)
+    monkeypatch.setattr(meshes, "has_accelerators", lambda mesh: True)
     assert form() is FUSED
     assert form(tensor=2) is PLAIN
     others: tuple[dict[str, Any], ...] = (

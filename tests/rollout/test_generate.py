@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.recurrent import RecurrentState, recurrent
+from jaxspec.drafts.recurrent import RecurrentState, recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
 from jaxspec.rollout.generate import advance, begin, collect
@@ -62,7 +62,7 @@ def settings(
 @functools.cache
 def program(length: int, coupled: bool, temperature: float = 1.0) -> Callable[..., Any]:
     return compiled(
-        recurrent(length, (1, 2, 3)) if length else None, settings(coupled, temperature)
+        recurrent_draft(length, (1, 2, 3)) if length else None, settings(coupled, temperature)
     )
 
 
@@ -120,7 +120,7 @@ def assert_pending_block_is_the_text(target: Decoder, draft: RecurrentState, row
     one would only cost acceptance."""
     for row in np.flatnonzero(rows.status == RUNNING)[:3]:
         text = rows.tokens[row, : rows.lengths[row]]
-        first = int(draft.first[row])
+        first = int(draft.first_position[row])
         taps = numpy_taps(numpy_decoder(target, text[:-1])[2])
         np.testing.assert_allclose(
             draft.features[row, : len(text) - 1 - first], taps[first:], rtol=0, atol=1e-10
@@ -129,7 +129,7 @@ def assert_pending_block_is_the_text(target: Decoder, draft: RecurrentState, row
 
 @pytest.mark.parametrize("coupled", [pytest.param(True, marks=pytest.mark.sweep), False])
 def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool) -> None:
-    draft, chosen = recurrent(3, (1, 2, 3)), settings(coupled)
+    draft, chosen = recurrent_draft(3, (1, 2, 3)), settings(coupled)
     target, network = networks()
     start = jax.jit(
         lambda prompts, key: begin(
@@ -153,7 +153,7 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
             # some are kept for the first row of each group only
             ended = ~was_running[:: len(was_running) // len(before)]
             np.testing.assert_array_equal(after[ended], before[ended])
-        assert ((count >= 1) & (count <= draft.length + 1))[was_running].all()
+        assert ((count >= 1) & (count <= draft.max_length + 1))[was_running].all()
         # All kept drafts count; a round adds one token of its own unless it was cut before it.
         cut = count == accepted
         assert (cut | (count == accepted + 1))[was_running].all()
@@ -163,7 +163,7 @@ def test_slices_give_the_tokens_of_one_call_and_consistent_counts(coupled: bool)
         np.testing.assert_array_equal(now.logprobs[before], seen.logprobs[before])
         assert_pending_block_is_the_text(target, state.draft, now)
         seen = now
-    whole = program(draft.length, coupled)(networks(), prompts())
+    whole = program(draft.max_length, coupled)(networks(), prompts())
     for found, wanted in zip(jax.tree.leaves(seen), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
     state = jax.tree.map(
@@ -210,7 +210,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
 
     @jax.jit
     def part(prompts: Prompts, first: jax.Array, key: jax.Array) -> Rollout:
-        draft = recurrent(3, (1, 2, 3))
+        draft = recurrent_draft(3, (1, 2, 3))
         state = begin(
             target, drafter(network, draft), draft, prompts, first, key, settings(coupled)
         )
@@ -224,7 +224,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(coupled: bool) -> None:
 
 @pytest.mark.slow
 def test_token_rule_is_the_same_on_any_mesh() -> None:
-    spread = compiled(recurrent(3, (1, 2, 3)), settings(False), data=4, tensor=2)(
+    spread = compiled(recurrent_draft(3, (1, 2, 3)), settings(False), data=4, tensor=2)(
         networks(), prompts()
     )
     whole = program(3, False)(networks(), prompts())
@@ -350,6 +350,6 @@ def test_the_end_token_and_the_limit_cut_the_block_at_every_offset(rule: Any, ne
             [k for number, k in enumerate(kept) if 16 * number // new == quarter]
             for quarter in range(4)
         ]
-        assert rollout.statistics.offered[row].tolist() == list(map(len, in_quarter))
-        assert rollout.statistics.kept[row].tolist() == list(map(sum, in_quarter))
+        assert rollout.statistics.quarter_rounds[row].tolist() == list(map(len, in_quarter))
+        assert rollout.statistics.quarter_tokens[row].tolist() == list(map(sum, in_quarter))
         np.testing.assert_allclose(rollout.logprobs[row], 0, atol=1e-9)

@@ -30,7 +30,7 @@ def estimate(
     offered_in_turn: list[float], kept: list[float], seconds_to_lose: float = 0.0
 ) -> AcceptanceEstimate:
     return AcceptanceEstimate(
-        offered_in_turn=jnp.asarray(offered_in_turn, jnp.float32),
+        reached=jnp.asarray(offered_in_turn, jnp.float32),
         accepted=jnp.asarray(kept, jnp.float32),
         seconds_to_lose=jnp.float32(seconds_to_lose),
     )
@@ -108,9 +108,7 @@ def spent(
         )
         change = np.zeros((2, 5), np.float32)
         change[:, :length] = offered_in_turn.sum(0), kept.sum(0)
-        now = now.replace(
-            offered_in_turn=now.offered_in_turn + change[0], accepted=now.accepted + change[1]
-        )
+        now = now.replace(reached=now.reached + change[0], accepted=now.accepted + change[1])
         counts[int(place)] += number >= 0
         tokens += (1 + kept.sum() / rows) * (number >= 0)
     return counts, tokens / float(counts @ np.array(cost)), now
@@ -151,7 +149,7 @@ def test_a_draft_that_becomes_useful_is_found() -> None:
 def test_a_call_counts_twice_as_much_as_the_one_before_it() -> None:
     made = no_statistics(2, 1, 5, 1, jnp.float32)
     fresh = made.replace(
-        offered_in_turn=made.offered_in_turn.at[:, 0].set(jnp.asarray([3, 5])),
+        reached=made.reached.at[:, 0].set(jnp.asarray([3, 5])),
         accepted=made.accepted.at[:, 0].set(jnp.asarray([1, 4])),
     )
     before = LengthChooser(
@@ -159,10 +157,10 @@ def test_a_call_counts_twice_as_much_as_the_one_before_it() -> None:
         round_cost=unmeasured(LENGTHS, 100).round_cost + 2,
     )
     after = update(before, fresh).acceptance
-    np.testing.assert_allclose(after.offered_in_turn, [13, 3, 0, 0, 0])
+    np.testing.assert_allclose(after.reached, [13, 3, 0, 0, 0])
     np.testing.assert_allclose(after.accepted, [6, 1, 0, 0, 0])
     assert after.seconds_to_lose == 0
     # nothing was drafted: it earns
     idle = update(before, made.replace(rounds=jnp.asarray([10, 20]))).acceptance
-    np.testing.assert_allclose(idle.offered_in_turn, before.acceptance.offered_in_turn)
+    np.testing.assert_allclose(idle.reached, before.acceptance.reached)
     np.testing.assert_allclose(idle.seconds_to_lose, 5 + 0.01 * 2 * 15)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Draft
-from jaxspec.drafts.model import external
+from jaxspec.drafts.model import model_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import label_logprobs
 from jaxspec.rollout.generate import advance, begin, collect
@@ -173,13 +173,13 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
     rollout = run(pair, made)
     if draft is not None:
         total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
-        assert 0.02 < total.accepted[0] / total.drafted[0] < 0.98, (
+        assert 0.02 < total.accepted[0] / total.draft_rounds[0] < 0.98, (
             "both acceptance and rejection must be common for this to test anything"
         )
         # A whole block found by look-up is rare in texts so short, and the longest of several
         # drafts come when little is left to say.
-        assert total.accepted[-1 if draft.draws and not case.lengths else 0] > 100
-        assert total.drafted[-1] > 100
+        assert total.accepted[-1 if draft.is_stochastic and not case.lengths else 0] > 100
+        assert total.draft_rounds[-1] > 100
     for number, text in enumerate(texts):
         law = law_of(text, case.processing, new)
         assert sum(law.values()) == pytest.approx(1)
@@ -214,7 +214,7 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(rule: Any) -> None:
     """The external draft has the target's own weights: K+1 tokens a round, exactly, and an expected
     acceptance of 1."""
     target = plain()[0]
-    rollout = compiled(external(3), Settings(GROUP, NEW, Processing(temperature=0.9), rule))(
+    rollout = compiled(model_draft(3), Settings(GROUP, NEW, Processing(temperature=0.9), rule))(
         (target, target), tiny_prompts(8)
     )
     np.testing.assert_array_equal(rollout.statistics.rounds, NEW // 4)
@@ -250,7 +250,7 @@ def test_the_mean_kept_is_the_predicted_one(rule: Any, grid: tuple[float, ...]) 
     )
     total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
     rate = np.minimum(law, 1 / 8).sum() if grid != (0.0,) else law.max()
-    np.testing.assert_allclose(total.overlap / total.offered_in_turn, rate, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(total.overlap / total.reached, rate, rtol=0, atol=1e-12)
     kept = first_round_kept(target, bigram_draft(length, table), chosen)
     predicted = (
         1 + block_acceptance(law, length)
@@ -289,7 +289,7 @@ def first_round_kept(target: Decoder, draft: Draft, chosen: Settings) -> np.ndar
         )
         return collect(advance(target, drafter(None, draft), draft, state, 1, chosen))
 
-    return np.asarray(run(last_token_prompts([1, 2])).statistics.kept).sum(axis=1)
+    return np.asarray(run(last_token_prompts([1, 2])).statistics.quarter_tokens).sum(axis=1)
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
 
     rollout = jax.tree.map(np.asarray, run(jax.random.key(1)))
     assert (rollout.statistics.rounds == 2).all()
-    assert not rollout.statistics.drafted.any()
+    assert not rollout.statistics.draft_rounds.any()
     laws = numpy_softmax(table)
     wanted = GROUP * np.einsum("sa,ab->sab", laws[STARTS], laws)
     index = (rollout.tokens[:, 2:] @ np.array([vocab, 1])).reshape(len(STARTS), GROUP)
@@ -171,9 +171,9 @@ def test_a_round_counts_drafts_up_to_its_cut(rule: Any) -> None:
 
     rollout = jax.tree.map(np.asarray, collect(run(jax.random.key(1))))
     found, kept = rollout.statistics, rollout.lengths - rollout.prompt_lengths
-    np.testing.assert_array_equal(found.drafted, 1)
-    np.testing.assert_array_equal(found.offered_in_turn[:, 0], 1)
-    np.testing.assert_array_equal(found.offered_in_turn[:, 1:], found.accepted[:, :-1])
+    np.testing.assert_array_equal(found.draft_rounds, 1)
+    np.testing.assert_array_equal(found.reached[:, 0], 1)
+    np.testing.assert_array_equal(found.reached[:, 1:], found.accepted[:, :-1])
     np.testing.assert_array_equal(found.accepted.sum(axis=1), kept - 1)
     assert set(kept.tolist()) == {1, 2, 3, 4}
-    assert ((found.overlap > 0) == (found.offered_in_turn > 0)).all()
+    assert ((found.overlap > 0) == (found.reached > 0)).all()

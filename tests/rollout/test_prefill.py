@@ -18,7 +18,7 @@ from jaxspec.config.settings import (
     DraftConfig,
     EngineConfig,
 )
-from jaxspec.host.programs import abstract, ahead
+from jaxspec.host.programs import abstract_arguments, compile_ahead
 from jaxspec.models import attention
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generate import begin
@@ -77,9 +77,9 @@ def prefill(width: int, prompts: int, data: int = 1, tensor: int = 1, kind: Any 
     )
     config = dataclasses.replace(config, rollout=rollout, data=DataConfig(max_prompt_length=width))
     step = build_step(config, small_mesh(data, tensor), (1,), 11)
-    state, _, asked = abstract(step, prompts)
-    _, ready = ahead(step.sync, state)
-    return ahead(step.generator.begin, ready, asked)[0]
+    state, _, asked = abstract_arguments(step, prompts)
+    _, ready = compile_ahead(step.sync, state)
+    return compile_ahead(step.generator.begin, ready, asked)[0]
 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("eagle3", marks=pytest.mark.sweep)])

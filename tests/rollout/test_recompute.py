@@ -43,7 +43,7 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     monkeypatch.setattr(append, "take_pieces", counted)
     monkeypatch.setattr(prefill, "PASS_TOKENS", PIECE)
     draft, network = draft_of(kind, 3), network_of(kind, 0.8)
-    longest = WIDTH + NEW + (draft.length if draft else 0)
+    longest = WIDTH + NEW + (draft.max_length if draft else 0)
     of_row = -(-longest // PAGE)
     prompts = jax.tree.map(lambda leaf: leaf[:1] if leaf.ndim else leaf, coupled_prompts())
     processing = SPREAD._replace(stop_ids=())
@@ -60,7 +60,7 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     counts, wanted = found.statistics, whole.statistics
     np.testing.assert_array_equal(counts.rounds, wanted.rounds)
     np.testing.assert_array_equal(counts.accepted, wanted.accepted)
-    waiting = counts.ended - counts.began - counts.rounds
+    waiting = counts.end_round - counts.start_round - counts.rounds
     assert waiting.min() == 0
     assert 0 < waiting.max() < counts.rounds.max(), "one row waits until the other has ended"
     reads = len(passes) - 1  # the first one reads the prompt
@@ -84,7 +84,7 @@ def test_text_that_is_read_in_pieces_leaves_the_same(
     """Prompts and evicted rows in pieces that share passes: same tokens, and as many accepted."""
     monkeypatch.setattr(prefill, "PIECES", pieces)
     draft, network = draft_of(kind, 3), network_of(kind, 0.8)
-    length = draft.length if draft else 0
+    length = draft.max_length if draft else 0
     processing = SPREAD._replace(min_new_tokens=6)  # rows that end sooner may find pages for all
     settings = Settings(GROUP, SHORT, processing, block_rule, slots=8)
     weights, prompts = (plain()[0], network), coupled_prompts()
@@ -95,5 +95,5 @@ def test_text_that_is_read_in_pieces_leaves_the_same(
     assert_same_rows(found, whole)
     np.testing.assert_array_equal(found.statistics.rounds, whole.statistics.rounds)
     np.testing.assert_array_equal(found.statistics.accepted, whole.statistics.accepted)
-    spent = found.statistics.ended - found.statistics.began
+    spent = found.statistics.end_round - found.statistics.start_round
     assert (found.statistics.rounds < spent).any(), "a row was evicted, or the case tests nothing"

@@ -147,11 +147,11 @@ def test_tokens_do_not_depend_on_slots_pages_or_tail(layout: Layout) -> None:
     )
     if layout.lengths:
         drafted, rounds = (
-            getattr(found.statistics, name).sum(axis=0) for name in ("drafted", "rounds")
+            getattr(found.statistics, name).sum(axis=0) for name in ("draft_rounds", "rounds")
         )
         assert rounds > drafted[0] or 0 not in layout.lengths
         assert drafted[0] > drafted[-1] > 0, "rounds of several lengths"
-    spent = found.statistics.ended - found.statistics.began
+    spent = found.statistics.end_round - found.statistics.start_round
     assert (found.statistics.rounds <= spent).all()
     if layout.spare is None:
         # nobody lost its slot in between
@@ -162,7 +162,7 @@ def test_tokens_do_not_depend_on_slots_pages_or_tail(layout: Layout) -> None:
 
 def occupied(rollout: Any, rounds: int) -> np.ndarray:
     """Rows in slots, by round."""
-    began, ended = rollout.statistics.began, rollout.statistics.ended
+    began, ended = rollout.statistics.start_round, rollout.statistics.end_round
     return np.array([((began <= number) & (number < ended)).sum() for number in range(rounds)])
 
 
@@ -222,10 +222,10 @@ def test_slots_are_full_until_nobody_waits() -> None:
     whole, some = sliced(BY_LAW, 1000), sliced(BY_LAW._replace(slots=6, tail=(2,)), 3)
     assert_same_rows(some, whole)
     np.testing.assert_array_equal(some.statistics.accepted, whole.statistics.accepted)
-    full = occupied(some, int(some.statistics.ended.max()))
-    assert (full[: some.statistics.began.max()] == 6).all()
+    full = occupied(some, int(some.statistics.end_round.max()))
+    assert (full[: some.statistics.start_round.max()] == 6).all()
     np.testing.assert_array_equal(
-        np.argsort(some.statistics.began, kind="stable")[:6], np.sort(ORDER[:6])
+        np.argsort(some.statistics.start_round, kind="stable")[:6], np.sort(ORDER[:6])
     )
 
 
@@ -238,7 +238,9 @@ def test_rows_that_lose_their_pages_go_on_as_if_they_had_kept_them() -> None:
         np.testing.assert_array_equal(
             getattr(evicting.statistics, name), getattr(whole.statistics, name), err_msg=name
         )
-    waited = evicting.statistics.ended - evicting.statistics.began > evicting.statistics.rounds
+    waited = (
+        evicting.statistics.end_round - evicting.statistics.start_round > evicting.statistics.rounds
+    )
     assert waited.sum() > 5, "rows were evicted, or the case tests less than it says"
 
 
@@ -298,7 +300,7 @@ def test_lengths_are_chosen_alike_in_slices(
         (whole.rollout, whole.acceptance),
     )
     assert (
-        whole.rollout.statistics.drafted.sum(axis=0).tolist()
+        whole.rollout.statistics.draft_rounds.sum(axis=0).tolist()
         != [int(whole.rollout.statistics.rounds.sum())] * 3
     )
     assert (evicted > 0) == (page_size > 0), "a slice must end while a row of the tail waits"

@@ -16,8 +16,8 @@ from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.run import start
-from jaxspec.run.schedules import Runner
-from jaxspec.run.stalls import stall_watch
+from jaxspec.run.schedules import StepSchedule
+from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.start import adapt_run
 from jaxspec.run.state import RunState, restore_run
 from jaxspec.state import LengthChooser, TrainState
@@ -61,24 +61,24 @@ def test_costs_of_rounds_are_those_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(start, "with_chooser", lambda step, state, _: with_costs(state, 7.0))
+    monkeypatch.setattr(start, "add_length_chooser", lambda step, state, _: with_costs(state, 7.0))
     policy, draft = tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2)
-    state = with_costs(jax.jit(job.step.start)(policy, draft), 2.0)
+    state = with_costs(jax.jit(job.step.init_state)(policy, draft), 2.0)
     state = jax.device_put(state, job.step.state_shardings())
     seen = np.asarray(chooser_of(state).acceptance.accepted)
-    here = meshes.machine(job.mesh)
+    here = meshes.describe_machine(job.mesh)
     batches = batches_of(job, load_sets(job.config, job.tokenizer))
     history = batches.source.history
     run = RunState(state, history, generated=3, learned=3, timed_on=here)
     if elsewhere:
         run.timed_on = here | {"cores": 9999}
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        checkpoints.save(run.number, *run.to_save())
+        checkpoints.save(run.checkpoint_number, *run.to_checkpoint())
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         resumed = restore_run(job, checkpoints, history)
     assert resumed is not None
     timed: list[bool] = []
-    schedule = Runner(never, {}, lambda: timed.append(True))
+    schedule = StepSchedule(never, {}, lambda: timed.append(True))
     adapt_run(job, resumed, batches.source, schedule)
     assert timed == [True] * elsewhere
     assert resumed.timed_on == resumed.machine == here
@@ -91,13 +91,13 @@ def test_costs_of_rounds_are_those_of_the_machine(
 
 def test_a_learning_rate_that_is_chosen_is_watched() -> None:
     """Of `auto`, which is that of what is trained."""
-    assert stall_watch(ResolvedConfig.from_config(Config()), []).lasting_signs() == []
+    assert make_stall_watch(ResolvedConfig.from_config(Config()), []).lasting_signs() == []
 
 
 def test_checkpoints_of_another_format_are_refused(job: Job, tmp_path: Path) -> None:
     history = batches_of(job, load_sets(job.config, job.tokenizer)).source.history
-    state = jax.device_put(jax.jit(job.step.fresh)(), job.step.state_shardings())
-    arrays, host, local = RunState(state, history).to_save()
+    state = jax.device_put(jax.jit(job.step.init_random_state)(), job.step.state_shardings())
+    arrays, host, local = RunState(state, history).to_checkpoint()
     for number in (None, 3):
         folder = tmp_path / str(number)
         other = {name: value for name, value in host.items() if name != "format"}

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.drafts import draft_temperature, schedule
-from jaxspec.state import GeneratorState, LearnerState, Trained, TrainState
+from jaxspec.state import GeneratorState, LearnerState, NetworkState, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 
 
@@ -26,7 +26,7 @@ def a_state(seed: int = 0) -> TrainState:
     optimizer = optax.adamw(
         1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
     ).init(network)  # pyright: ignore[reportArgumentType]
-    policy = Trained(
+    policy = NetworkState(
         network=network, optimizer=optimizer, skipped=jnp.int32(3), skipped_in_row=jnp.int32(0)
     )
     learner = LearnerState(
@@ -39,7 +39,8 @@ def a_state(seed: int = 0) -> TrainState:
     return TrainState(
         learner=learner,
         generator=GeneratorState(
-            overlap_by_factor=draft_temperature.start(8, (0.0, 1.0)), trend=schedule.start()
+            overlap_by_factor=draft_temperature.init_overlap(8, (0.0, 1.0)),
+            trend=schedule.init_trend(),
         ),
     )
 

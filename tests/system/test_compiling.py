@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.host.programs import ahead
+from jaxspec.host.programs import compile_ahead
 from jaxspec.system import compiling
 from jaxspec.system.compiling import CompileProgress, track_compilation
 from jaxspec.system.progress import Screen
@@ -128,7 +128,7 @@ def test_programs_that_are_compiled_ahead_are_told(
         return jnp.sin(value) + 1
 
     given = jax.device_put(jnp.ones((7,)), jax.devices()[0])
-    program, _ = ahead(to_the_end, given, tell=lines.append)
+    program, _ = compile_ahead(to_the_end, given, print_line=lines.append)
     assert program(given).shape == (7,)
     assert lines[:1] == ["compiling rounds: 0 s so far, for the first time here"]
     assert (file.parent / "to_the_end-1-cpu-5.json").exists()

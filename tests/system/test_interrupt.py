@@ -279,7 +279,8 @@ def test_every_program_begins_before_it_imports_anything_slow() -> None:
         assert ast.unparse(first) == "import sys", file
         assert (
             ast.unparse(second)
-            == "if __name__ == '__main__':\n    from jaxspec.system.begin import prepare_process\n    prepare_process()"
+            == "if __name__ == '__main__':\n    from jaxspec.system.begin import prepare_process\n"
+            "    prepare_process()"
         ), file
 
 

@@ -181,7 +181,6 @@ def test_a_batch_of_several_rollouts_has_sums_means_and_extremes() -> None:
     """A rollout without a number of its own takes no part."""
     lines = [
         {
-            "step": 3,
             "time/generate": 1.0,
             "rollout/length_mean": 5.0,
             "rollout/length_min": 2,
@@ -189,7 +188,6 @@ def test_a_batch_of_several_rollouts_has_sums_means_and_extremes() -> None:
             "rollout/length_ended": math.nan,
         },
         {
-            "step": 4,
             "time/generate": 2.0,
             "rollout/length_mean": 8.0,
             "rollout/length_min": 1,
@@ -201,7 +199,6 @@ def test_a_batch_of_several_rollouts_has_sums_means_and_extremes() -> None:
     merged = metrics.merge_rollout_metrics(lines)
     assert math.isnan(merged.pop("reward/mean"))
     assert merged == {
-        "step": 3,
         "time/generate": 3.0,
         "rollout/length_mean": 6.5,
         "rollout/length_min": 1,

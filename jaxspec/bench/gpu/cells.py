@@ -24,12 +24,12 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host.programs import abstract_prompts, placed, put
+from jaxspec.host.programs import abstract_leaf, abstract_prompts, put_like
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.inputs.streams import Stream
-from jaxspec.mesh import replicated
+from jaxspec.mesh import replicated_sharding
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import Drafter, Prompts, PyTree, Ready
+from jaxspec.state import Drafter, Prompts, PyTree, RolloutWeights
 from jaxspec.step import Step
 
 
@@ -68,7 +68,7 @@ class Cell(NamedTuple):
 
 def replicate_shapes(mesh: Mesh, shapes: PyTree) -> PyTree:
     """Shapes placed on the one device of a mesh."""
-    return jax.tree.map(lambda leaf: placed(leaf, replicated(mesh)), shapes)
+    return jax.tree.map(lambda leaf: abstract_leaf(leaf, replicated_sharding(mesh)), shapes)
 
 
 def inference_config(
@@ -123,10 +123,10 @@ class Cells:
 
     # ---- programs
 
-    def abstract_weights(self, cell: Cell) -> Ready:
+    def abstract_weights(self, cell: Cell) -> RolloutWeights:
         """Shapes of the weights as a cell's generator reads them."""
         step, generator = self.make_step(cell), self.make_generator(cell)
-        networks = jax.eval_shape(lambda: (step.fresh_policy(), step.fresh_draft()))
+        networks = jax.eval_shape(lambda: (step.init_policy(), step.init_draft()))
         policy, draft = networks if cell.draft_length else (networks[0], None)
         weights = jax.eval_shape(generator.sync, policy, draft, generator.start())
         return replicate_shapes(self.mesh, weights)
@@ -135,7 +135,7 @@ class Cells:
         """The programs of a cell: prefill, and a number of rounds."""
         generator = self.make_generator(cell)
 
-        def prefill_inputs() -> tuple[Ready, Prompts]:
+        def prefill_inputs() -> tuple[RolloutWeights, Prompts]:
             return self.abstract_weights(cell), abstract_prompts(generator, cell.rows)
 
         def rounds_inputs() -> tuple[Any, ...]:
@@ -157,15 +157,17 @@ class Cells:
 
     # ---- arguments
 
-    def rollout_weights(self, cell: Cell) -> Ready:
+    def rollout_weights(self, cell: Cell) -> RolloutWeights:
         """Weights on the device: the policy once for all cells, a draft for each vocabulary."""
         shapes = self.abstract_weights(cell)
         target = self._reuse_weights(shapes.target, self.options.seed)
         network = self._reuse_weights(shapes.drafter.network, self.options.seed + 1)
-        choice = jnp.zeros(shapes.drafter.choice.shape, jnp.int32)
-        scalars = jax.device_put((choice, jnp.int32(0)), replicated(self.mesh))
-        return Ready(
-            target=target, drafter=Drafter(network=network, choice=scalars[0]), version=scalars[1]
+        choice = jnp.zeros(shapes.drafter.factor_index.shape, jnp.int32)
+        scalars = jax.device_put((choice, jnp.int32(0)), replicated_sharding(self.mesh))
+        return RolloutWeights(
+            target=target,
+            drafter=Drafter(network=network, factor_index=scalars[0]),
+            version=scalars[1],
         )
 
     def make_prompts(self, cell: Cell, call: int = 0) -> Prompts:
@@ -196,4 +198,4 @@ def random_prompts(generator: Generator, count: int, options: GpuOptions, call: 
         stream=np.int32(Stream.SAMPLE),
         batch=np.int32(call),
     )
-    return put(prompts, shapes)
+    return put_like(prompts, shapes)

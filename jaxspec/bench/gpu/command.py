@@ -29,7 +29,7 @@ from jaxspec.bench.measure import process_age_seconds
 from jaxspec.compiled.hardware import HARDWARE, LOCAL_DEVICES
 from jaxspec.config.cli import override_settings, take_option
 from jaxspec.inputs.checked import first_line, require
-from jaxspec.mesh import cores
+from jaxspec.mesh import core_count
 from jaxspec.system.progress import Screen
 
 COMMAND = "python -m jaxspec.bench gpu"
@@ -161,7 +161,7 @@ def _measure_section(run: GpuRun, number: int) -> bool:
 
 
 def _worker_count(options: GpuOptions) -> int:
-    return options.workers or max(1, min(8, cores() // 2))
+    return options.workers or max(1, min(8, core_count() // 2))
 
 
 def _line_printer(screen: Screen) -> Log:

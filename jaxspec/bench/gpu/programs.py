@@ -62,7 +62,7 @@ class ReadyProgram(NamedTuple):
 def device_options(mesh: Mesh) -> CompilerOptions:
     """Compiler options for the mesh's device; those that the user's XLA_FLAGS name win."""
     defaults, user_flags = (
-        GPU_OPTIONS if meshes.accelerated(mesh) else CPU_OPTIONS,
+        GPU_OPTIONS if meshes.has_accelerators(mesh) else CPU_OPTIONS,
         os.environ.get(FLAGS_VARIABLE),
     )
     options = {
@@ -73,7 +73,7 @@ def device_options(mesh: Mesh) -> CompilerOptions:
 
 def _is_known_option(mesh: Mesh, name: str, value: str | bool) -> bool:
     """Whether this release of XLA has a compiler option."""
-    number = jax.ShapeDtypeStruct((), "int32", sharding=meshes.replicated(mesh))
+    number = jax.ShapeDtypeStruct((), "int32", sharding=meshes.replicated_sharding(mesh))
     try:
         jax.jit(lambda number: number + 1).lower(number).compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError as error:
@@ -85,7 +85,7 @@ def _is_known_option(mesh: Mesh, name: str, value: str | bool) -> bool:
 
 def compile_recipe(recipe: Recipe, mesh: Mesh, options: CompilerOptions) -> Any:
     """Compiles a program for the mesh's device."""
-    replicated = meshes.replicated(mesh)
+    replicated = meshes.replicated_sharding(mesh)
     # outside the context below: a device that is not there cannot hold the keys of random numbers
     arguments = recipe.arguments()
     # the learner's optimizer relies on JAX's usual promotion
@@ -209,11 +209,11 @@ class Programs:
     def _compile_without_kernels(self, recipe: Recipe, error: Exception) -> Any:
         """Compiles a program with the plain twins of its kernels, once and loudly."""
         reason = f"{recipe.name} cannot be compiled ({type(error).__name__}: {first_line(error)})"
-        if not meshes.accelerated(self.mesh):
+        if not meshes.has_accelerators(self.mesh):
             raise ProgramUnavailableError(reason) from error
         self._log(f"WARNING: {reason}; it is compiled WITHOUT GPU KERNELS, by their plain twins")
         try:
-            with meshes.plain_twins():
+            with meshes.use_plain_kernels():
                 return compile_recipe(recipe, self.mesh, self.compiler_options)
         except Exception as second_error:
             second_reason = (

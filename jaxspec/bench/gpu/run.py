@@ -13,7 +13,7 @@ from jaxspec.bench.gpu.options import GpuOptions
 from jaxspec.bench.gpu.programs import Programs, ProgramUnavailableError, ReadyProgram, Recipe
 from jaxspec.bench.gpu.results import Results
 from jaxspec.inputs.checked import first_line
-from jaxspec.mesh import accelerated
+from jaxspec.mesh import has_accelerators
 from jaxspec.system.progress import Screen
 
 OUT_OF_TIME = "out of time"
@@ -29,7 +29,7 @@ class GpuPlan(NamedTuple):
     @property
     def targets_gpu(self) -> bool:
         """Whether the programs are for an accelerator."""
-        return accelerated(self.mesh)
+        return has_accelerators(self.mesh)
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.mesh import replicated
+from jaxspec.mesh import replicated_sharding
 from jaxspec.state import PyTree
 
 _WEIGHT_AXES = {"qkv": 4, "query": 3, "key": 3, "value": 3, "output": 3, "gate_up": 3}
@@ -19,7 +19,7 @@ _CONTRACTED_AXES = {"output": 2}
 
 def random_weights(shapes: PyTree, mesh: Mesh, seed: int) -> PyTree:
     """Fills a network's shapes: unit norms, zero biases, and weights that keep variances."""
-    sharding, key = replicated(mesh), jax.random.key(seed)
+    sharding, key = replicated_sharding(mesh), jax.random.key(seed)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     filled_leaves = []
     for index, (path, leaf) in enumerate(leaves):

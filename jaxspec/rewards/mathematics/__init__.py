@@ -1,1 +1,1 @@
-"""Equality of mathematical answers."""
+"""Comparison of mathematical answers."""

@@ -1,8 +1,8 @@
-"""Equality of mathematical answers: an own reading in front of math-verify.
+"""Decides whether two mathematical answers are equal.
 
-math-verify drops whatever it does not read: units, words, bases, a.m. and p.m., and the tails of
-texts. Here an answer is taken apart first. Each part must agree, and math-verify compares only
-expressions that it has read to their end.
+math-verify ignores text that it cannot read, such as units, words, bases, or the rest of a line.
+So an answer is first split into its parts here. Each part must agree, and math-verify only
+compares complete expressions.
 """
 
 from __future__ import annotations
@@ -30,32 +30,42 @@ from jaxspec.rewards.mathematics.values import INDEX_PATTERN, AnswerValue, list_
 _INEQUALITY_SIGN = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 _INTERVAL = re.compile(r"[(\[].*[)\]]", re.DOTALL)
 _UNKNOWN_LETTER = re.compile(r"(?<![a-zA-Z\\])[a-df-hj-zA-Z](?![a-zA-Z(])")
-"""A letter but for e and i."""
+"""Pattern of a letter that stands for a number, except the constants e and i."""
 
-
+# Comparing all pairs of a longer list would take too long.
 _MAX_RESTATED = 8
-"""Values of a list that are compared with one another, at most."""
+"""Length of the longest list in which restated values are looked for."""
 
 
 def math_equal(reference: str, answer: str) -> bool:
-    """Whether an answer equals the reference; what cannot be read is not equal."""
+    """Returns whether an answer equals the reference.
+
+    An answer that cannot be read is not equal.
+    """
     left, right = (list(list_values(text)) for text in (reference, answer))
     if not left or not right:
         return False
+    # Equal texts need no parsing, which is slow and may fail.
     if [*map(remove_spaces, left)] == [*map(remove_spaces, right)]:
         return True
     return _lists_equal(left, right)
 
 
 def is_readable(reference: str) -> bool:
-    """Whether a reference states anything that an answer can equal."""
+    """Returns whether a reference states any value."""
     return bool(list_values(reference))
 
 
 def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
+    """Returns whether two lists have equal values.
+
+    The order counts only if one list alone names its values. A tuple may equal a list of its
+    elements, in order.
+    """
     references, answers = _align_intervals(left, right)
     if len(references) != len(answers):
         references, answers = _drop_restatements(references), _drop_restatements(answers)
+    # A list without brackets may state a tuple.
     if len(references) != len(answers):
         shorter, longer = (
             (references, answers) if len(references) < len(answers) else (answers, references)
@@ -63,6 +73,7 @@ def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
         elements = _split_tuple(shorter[0]) if len(shorter) == 1 else None
         if elements is None or len(elements) != len(longer):
             return False
+        # The reference stays on the left, as the comparison of values is not symmetric.
         pairs = (
             zip(elements, longer, strict=True)
             if shorter is references
@@ -72,13 +83,17 @@ def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
     if len(references) == 1:
         return _values_equal(references[0], answers[0])
     groups = _group_by_name(references), _group_by_name(answers)
-    if len(groups[0]) != len(groups[1]) and 1 in map(len, groups):  # names on one side alone
+    # If only one side has names, as in `x=1, y=2` and `1, 2`, the order decides.
+    if len(groups[0]) != len(groups[1]) and 1 in map(len, groups):
         return all(map(_values_equal, references, answers))
     return _groups_match(*groups)
 
 
 def _drop_restatements(values: list[str]) -> list[str]:
-    """Values without those that restate an earlier one, as in `1\\frac12, or \\frac32`."""
+    """Removes values that restate an earlier one.
+
+    An example is `1\\frac12, or \\frac32`.
+    """
     if len(values) > _MAX_RESTATED:
         return values
     distinct_values: list[str] = []
@@ -89,7 +104,7 @@ def _drop_restatements(values: list[str]) -> list[str]:
 
 
 def _groups_match(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> bool:
-    """Whether values are equal in some order."""
+    """Returns whether groups are equal in some order."""
     if len(left) != len(right):
         return False
     unmatched_groups = list(right)
@@ -109,22 +124,27 @@ def _groups_match(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> 
 
 
 def _group_by_name(values: Sequence[str]) -> list[tuple[str, ...]]:
-    """Values by themselves; named ones that belong together as a group, sorted by name."""
+    """Groups named values that belong together, such as `p=5, q=2`.
+
+    A group is sorted by name. If there are no names, or only one, each value is a group.
+    """
     names = [_variable_name(value) for value in values]
     count = len(set(names))
     if not all(names) or count == 1:
         return [(value,) for value in values]
+    # In `p=5, q=2; p=7, q=3` the names repeat after two values, so these form a group.
     groups = [values[index : index + count] for index in range(0, len(values), count)]
     return [tuple(sorted(group, key=_variable_name)) for group in groups]
 
 
 def _variable_name(value: str) -> str:
-    """The name of a value without its index: x_1 and x_2 are values of x."""
+    """Returns the name of a value without its index."""
+    # x_1 and x_2 are two values of x.
     return re.sub(r"\s", "", INDEX_PATTERN.sub("", parse_value(value).name))
 
 
 def _split_tuple(value: str) -> list[str] | None:
-    """The elements of a tuple."""
+    """Splits a tuple into its elements, or returns None."""
     value = parse_value(value).value
     is_tuple = is_enclosed(value, "(") and value[-1] == ")"
     elements = split_list(value[1:-1]) if is_tuple else []
@@ -132,7 +152,7 @@ def _split_tuple(value: str) -> list[str] | None:
 
 
 def _align_intervals(left: Sequence[str], right: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Both sides; inequalities as intervals where the other side has intervals."""
+    """Converts inequalities to intervals if the other side has intervals."""
     sides = [list(left), list(right)]
     for index in (0, 1):
         opposite = sides[1 - index]
@@ -146,16 +166,21 @@ def _align_intervals(left: Sequence[str], right: Sequence[str]) -> tuple[list[st
 
 
 def _to_interval(value: str) -> str | None:
-    """The interval of an inequality in one variable."""
+    """Converts an inequality to an interval.
+
+    Returns None if it is not an inequality in one variable.
+    """
     members = [member.strip() for member in _INEQUALITY_SIGN.split(value)]
     bounds = members[::2]
     if len(members) not in (3, 5) or not all(bounds):
         return None
     signs = members[1::2]
+    # Reads a descending inequality from right to left.
     if signs[0] in (">", "\\ge"):
         bounds, signs = bounds[::-1], [_reverse_sign(sign) for sign in signs[::-1]]
     if any(sign not in ("<", "\\le") for sign in signs):
         return None
+    # With one bound, the interval is infinite on the side of the variable.
     if len(bounds) == 2:
         number_first = bool(re.search(r"\d|\\infty|\\pi", bounds[0]))
         bounds = [*bounds, "\\infty"] if number_first else ["-\\infty", *bounds]
@@ -167,19 +192,25 @@ def _to_interval(value: str) -> str | None:
 
 
 def _reverse_sign(sign: str) -> str:
+    """Mirrors the sign of an inequality."""
     return {">": "<", "\\ge": "\\le"}.get(sign, ">" if sign == "<" else "\\ge")
 
 
 def _values_equal(left: str, right: str) -> bool:
-    """Whether two values are equal; `left` is the reference."""
+    """Returns whether two values are equal.
+
+    `left` is the reference. The comparison is not symmetric.
+    """
     if remove_spaces(left) == remove_spaces(right):
         return True
     times = [parse_clock(value) for value in (left, right)]
+    # Without a.m. or p.m., `3:20` may also be a ratio, which `_cores_equal` compares.
     if any(time and time[1] for time in times):
         return bool(times[0] and times[1]) and times_equal(times[0], times[1])
     reference, answer = parse_value(left), parse_value(right)
     if not reference.words.agrees_with(answer.words) or not _attributes_agree(reference, answer):
         return False
+    # Both answers consist of words only.
     if not reference.value and not answer.value:
         return reference.words.phrase == answer.words.phrase
     if not reference.value or not answer.value:
@@ -188,6 +219,10 @@ def _values_equal(left: str, right: str) -> bool:
 
 
 def _number_word(item: AnswerValue) -> str:
+    """Returns a value, or the number that its words name.
+
+    Returns an empty string if they name none.
+    """
     if item.value:
         return item.value
     phrase = item.words.phrase
@@ -195,10 +230,13 @@ def _number_word(item: AnswerValue) -> str:
 
 
 def _attributes_agree(reference: AnswerValue, answer: AnswerValue) -> bool:
+    """Returns whether modulus, primes, names and chains agree."""
     if reference.modulus and answer.modulus and reference.modulus != answer.modulus:
         return False
+    # math-verify ignores primes, so f' would equal f.
     if reference.value.count("'") != answer.value.count("'"):
         return False
+    # A single value cannot equal a chain whose numbers differ, such as `1 = 2`.
     if (
         not reference.name
         and len(reference.chain) > 1
@@ -209,25 +247,26 @@ def _attributes_agree(reference: AnswerValue, answer: AnswerValue) -> bool:
     names = _comparable_name(reference), _comparable_name(answer)
     if names[0] and names[1] and names[0] != names[1]:
         return False
-    # an equation in one unknown says what it is to be solved for, not what the solution is
+    # An equation in one unknown, such as `2x+1 = 3`, restates the problem, not its solution.
     if not reference.name and not _find_unknowns(reference.chain) and not answer.name:
         return len(_find_unknowns(answer.chain[:-1])) != 1 and _is_chain(answer)
     return _is_chain(answer)
 
 
 def _find_unknowns(members: Sequence[str]) -> set[str]:
-    """Letters that stand for numbers in members of a chain of `=`."""
+    """Returns the unknowns in members of a chain of `=`."""
     return {letter for member in members for letter in _UNKNOWN_LETTER.findall(member)}
 
 
 def _comparable_name(item: AnswerValue) -> str:
-    """The name as it is compared: what a function is of matters only if its value has letters."""
+    """Normalizes the name of a value for comparison."""
+    # The argument in `f(x) = 3` does not matter, as the value has no letters.
     name = re.sub(r"[\s{}]", "", item.name)
     return name if re.search("[a-zA-Z]", item.value) else re.sub(r"\([^()]*\)$", "", name)
 
 
 def _is_chain(item: AnswerValue) -> bool:
-    """Whether the members of a chain of `=` that are numbers are equal."""
+    """Returns whether all numbers in a chain of `=` are equal."""
     if len(item.chain) < 2:
         return True
     numbers = [
@@ -237,18 +276,22 @@ def _is_chain(item: AnswerValue) -> bool:
 
 
 def _cores_equal(reference: AnswerValue, answer: AnswerValue) -> bool:
+    """Returns whether two values are equal, apart from words."""
     left, right = reference.value, answer.value
     equations = [not item.name and len(item.chain) > 1 for item in (reference, answer)]
+    # An equation as the reference, such as that of a line, is compared as a whole.
     if equations[0] and re.search("[a-zA-Z]", "".join(reference.chain)):
         left = "=".join(reference.chain)
         right = "=".join(answer.chain) if answer.name == "" else f"{answer.name}={right}"
         return expressions_equal(left, right)
     bases = [BASE_NUMBER.fullmatch(value) for value in (left, right)]
+    # Without a digit it is a letter with an index, such as x_1.
     bases = [base if base and re.search(r"\d", base[1]) else None for base in bases]
     if any(bases):
         return bases_equal(left, right, bases)
     if ":" in left or ":" in right:
         return ratios_equal(left, right)
+    # A percent sign may be left out: `50\%` equals `50`.
     if left.endswith("\\%") != right.endswith("\\%") and _values_equal(
         left.removesuffix("\\%"), right.removesuffix("\\%")
     ):
@@ -261,15 +304,20 @@ def _cores_equal(reference: AnswerValue, answer: AnswerValue) -> bool:
             and len(elements) == len(other_elements)
             and all(map(_values_equal, elements, other_elements))
         )
+    # A letter after a number is a unit if the reference has no letters.
     if not re.search("[a-zA-Z]", left) and (unit := re.fullmatch(r"(.*\d)([mgshlLNJWVKA])", right)):
-        right = unit[1]  # a letter where the reference has none is a unit
+        right = unit[1]
+    # A multiple-choice answer: case and parentheses do not matter.
     if re.fullmatch(r"\(?[A-Za-z]\)?", left) and re.fullmatch(r"\(?[A-Za-z]\)?", right):
         return left.strip("()").lower() == right.strip("()").lower()
     return expressions_equal(left, right)
 
 
 def _split_brackets(value: str) -> tuple[str, list[str]] | None:
-    """The brackets and elements of a tuple or an interval."""
+    """Splits a tuple or interval.
+
+    Returns its brackets and its elements, or None for any other value.
+    """
     if value[:1] not in ("(", "[") or value[-1:] not in (")", "]") or is_unbalanced(value[1:-1]):
         return None
     elements = split_list(value[1:-1])

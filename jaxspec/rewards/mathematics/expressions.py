@@ -1,4 +1,7 @@
-"""Expressions: math-verify compares those that are read to their end, and numbers check it."""
+"""Compares expressions, by math-verify and numerically.
+
+math-verify is imported inside the functions, as it is an optional dependency.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ _DECIMAL = re.compile(r"[-+]?\d*\.(\d+)")
 
 
 def expressions_equal(left: str, right: str) -> bool:
-    """Whether math-verify takes two expressions for equal, and numbers say nothing else."""
+    """Returns whether two expressions are equal.
+
+    They are if math-verify accepts them, and their numerical values do not contradict it.
+    """
     from math_verify import verify  # pyright: ignore[reportMissingImports]
 
     left_expression, right_expression = _parse_expression(left), _parse_expression(right)
     if left_expression is None or right_expression is None:
         return remove_spaces(left) == remove_spaces(right)
-    # Its own limits on time are alarms, which cannot stop what runs inside one operation.
+    # math-verify's own time limit is an alarm, which cannot interrupt a single long operation, such
+    # as a power of large integers. The pool's keeper limits the time instead.
     equal = verify(
         left_expression, right_expression, timeout_seconds=None, allow_set_relation_comp=True
     )
@@ -29,14 +36,18 @@ def expressions_equal(left: str, right: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_expression(text: str) -> Any:
-    """The expression that is all of a text, or None."""
+    """Parses a text as one expression.
+
+    Returns None if the whole text is not an expression.
+    """
     from latex2sympy2_extended.latex2sympy2 import (  # pyright: ignore[reportMissingImports]
         NormalizationConfig,
         latex2sympy,
     )
 
+    # latex2sympy reads `1 2` as 1 + 2, and does not know ellipses.
     if re.search(r"\d\s+\d|\\ldots|\\dots|\\cdots|\?", text):
-        return None  # math-verify adds up what stands side by side
+        return None
     config = NormalizationConfig(
         basic_latex=True,
         units=False,
@@ -46,12 +57,15 @@ def _parse_expression(text: str) -> Any:
     )
     try:
         return latex2sympy(text, normalization_config=config)
-    except Exception:  # noqa: BLE001 - the parser of a foreign grammar raises anything
+    except Exception:  # noqa: BLE001 - latex2sympy raises errors of many types
         return None
 
 
 def _count_decimals(*texts: str) -> int | None:
-    """The digits after the point of the one side that is a decimal number."""
+    """Counts the decimals of a rounded number.
+
+    Returns None unless exactly one of two texts is a decimal number.
+    """
     matches = [_DECIMAL.fullmatch(text.strip()) for text in texts]
     return (
         len(matches[0][1])
@@ -63,7 +77,12 @@ def _count_decimals(*texts: str) -> int | None:
 
 
 def _is_close(left: Any, right: Any, decimals: int | None) -> bool:
-    """Whether two numbers differ by rounding alone, relative to their size; anything else is."""
+    """Returns whether two expressions have close values.
+
+    Returns True for anything that has no value, such as a set. Letters get fixed values. Exact
+    numbers must agree to 60 digits, and decimal numbers to about six, relative to their size. A
+    number rounded to `decimals` places must be within one unit of its last place.
+    """
     from sympy import Expr, Float, Integral, Limit, N, Product, Rational, Sum  # pyright: ignore[reportMissingImports]
 
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
@@ -71,12 +90,14 @@ def _is_close(left: Any, right: Any, decimals: int | None) -> bool:
     letters = sorted(left.free_symbols | right.free_symbols, key=str)
     if letters and (left - right).has(Sum, Product, Integral, Limit):
         return True
+    # Any distinct rational values do, as equal expressions agree everywhere.
     values: Any = {letter: Rational(7 * n + 11, 5 * n + 9) for n, letter in enumerate(letters)}
     left, right = (side.subs(values).doit() for side in (left, right))
     rounded = left.has(Float) or right.has(Float)
     if not rounded and left.is_Rational and right.is_Rational:
         return left == right
     try:
+        # `maxn` limits the digits of intermediate results, and so the time.
         size, difference = abs(N(right, 30, maxn=400)), abs(N(left - right, 15, maxn=400))
         if not (size.is_Float and difference.is_number):
             return True

@@ -1,4 +1,4 @@
-"""Values that are no expressions: times of day, numbers in a base, and ratios."""
+"""Compares times of day, numerals in bases, and ratios."""
 
 from __future__ import annotations
 
@@ -18,19 +18,29 @@ NUMBER_WORDS = [
 
 
 def parse_clock(value: str) -> tuple[tuple[int, int, int], str] | None:
-    """The time of day that a value states, with a for a.m. and p for p.m."""
+    """Parses a time of day.
+
+    Returns hours, minutes and seconds, and `a` for a.m., `p` for p.m. or an empty string. Returns
+    None if the value is not a time.
+    """
     flat = re.sub(r"\\text\s*|[{}]", "", value).strip()
     time = _CLOCK.fullmatch(re.sub(r"\s+", " ", flat))
+    # A plain number such as `12` also matches, but is not a time.
     if time is None or not (time[2] or time[4]):
         return None
     return (int(time[1]), int(time[2] or 0), int(time[3] or 0)), (time[4] or "").lower()
 
 
 def times_equal(left: Any, right: Any) -> bool:
-    """Whether two times are one; without a.m. or p.m. an answer has 24 hours."""
+    """Returns whether two times are the same.
+
+    They come from `parse_clock`. `left` is the reference.
+    """
     (left_hours, left_meridiem), (right_hours, right_meridiem) = left, right
+    # Without a.m. or p.m. in the reference, an answer is right in the morning and the afternoon.
     if not left_meridiem:
         return left_hours == right_hours
+    # An answer without a.m. or p.m. is read as a 24-hour time.
     return _to_24_hours(left_hours, left_meridiem) == _to_24_hours(right_hours, right_meridiem)
 
 
@@ -40,10 +50,14 @@ def _to_24_hours(time: tuple[int, int, int], meridiem: str) -> tuple[int, int, i
 
 
 def bases_equal(left: str, right: str, bases: list[re.Match[str] | None]) -> bool:
-    """Whether two numbers have the same digits in the same base; 10 may be left out."""
+    """Returns whether two numerals and their bases are equal.
+
+    `bases` holds the matches of `BASE_NUMBER`. A number without a match is in base 10.
+    """
     numerals = []
     for value, base in zip((left, right), bases, strict=True):
         digits, number = (base[1], base[2]) if base else (value, "10")
+        # A base may also be written in words, as in `101_{two}`.
         numerals.append(
             (
                 digits.lstrip("0").lower(),
@@ -54,6 +68,10 @@ def bases_equal(left: str, right: str, bases: list[re.Match[str] | None]) -> boo
 
 
 def ratios_equal(left: str, right: str) -> bool:
+    """Returns whether two ratios are equal.
+
+    For example, `2:3` equals `4:6`. A ratio of two terms may also equal a fraction.
+    """
     ratios = [value.split(":") for value in (left, right)]
     if len(ratios[0]) != len(ratios[1]):
         return (
@@ -71,6 +89,8 @@ def ratios_equal(left: str, right: str) -> bool:
         return all(map(expressions_equal, *ratios))
     clock = all(re.fullmatch(r"\d{1,2}(?::[0-5]\d){1,2}", value.strip()) for value in (left, right))
     left_terms, right_terms = numbers
+    # Times such as 1:20 and 2:40 are not proportions. Ratios with a zero, such as 0:1 and 0:2, are
+    # not scaled either.
     if clock or not all(left_terms) or not all(right_terms):
         return left_terms == right_terms
     return all(

@@ -1,4 +1,4 @@
-"""Takes an answer apart: the values that it states, and the parts of each."""
+"""Splits answers into values, and values into parts."""
 
 from __future__ import annotations
 
@@ -33,40 +33,53 @@ _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?|(?:the
 
 @dataclass(frozen=True)
 class AnswerValue:
-    """One value of an answer, taken apart."""
+    """Parts of a value such as `x = 3 cm`."""
 
     name: str
-    """Left of `=`; empty without one."""
+    """Variable left of the first `=`, or empty."""
     value: str
-    """Right of the last `=`."""
+    """Text right of the last `=`."""
     chain: tuple[str, ...]
-    """All members of a chain of `=` but the name."""
+    """All members of a chain of `=`, except the name."""
     words: AnswerWords
+    """Units and other words."""
     modulus: str = ""
+    """Modulus m of `\\pmod{m}`, or empty."""
 
 
 @functools.lru_cache(maxsize=4096)
 def list_values(text: str) -> tuple[str, ...]:
-    """The values that a text states: one, or those of a list, in one spelling."""
+    """Lists the values that an answer states.
+
+    There is one value, or those of a list, in normalized spelling. There is none if the answer
+    cannot be read.
+    """
     body = _extract_statement(extract_answer(text, "boxed") or text)
     if body is None:
         return ()
     body = normalize_spelling(body)
+    # A set `\{1, 2\}` is read as the list of its elements.
     inner = body[2:-2] if body.startswith("\\{") and body.endswith("\\}") else None
     if inner is None and is_enclosed(body, "{"):
         inner = body[1:-1]
     elements = split_list(body if inner is None or is_unbalanced(inner) else inner)
     values = (value for element in elements for value in _expand_plus_minus(element) if value)
-    return tuple({remove_spaces(value): value for value in values}.values())  # each once
+    # Drops values that are stated again.
+    return tuple({remove_spaces(value): value for value in values}.values())
 
 
 def _extract_statement(text: str) -> str | None:
-    """A text without the marks of mathematics, its prose in \\text{}; None where it states more
-    than one thing."""
+    """Reduces a text to its formulas and words.
+
+    The delimiters of formulas are removed, and the words are moved into \\text{}. Returns None if
+    prose separates several formulas.
+    """
     text = _POLITE_ENDING.sub("", text)
     phrases = list(_ANSWER_PHRASE.finditer(text))
+    # Text before "the answer is" is the solution.
     if phrases and phrases[-1].end() < len(text.rstrip()):
         text = text[phrases[-1].end() :]
+    # With the pattern's four groups, every fifth piece is prose, and the others are formulas.
     pieces = _MATH_SPAN.split(text)
     if len(pieces) == 1:
         return _MATH_DELIMITER.sub(" ", text)
@@ -75,7 +88,8 @@ def _extract_statement(text: str) -> str | None:
         "".join(fragment or "" for fragment in pieces[index + 1 : index + 5])
         for index in range(0, len(pieces) - 1, 5)
     ]
-    # Between values of one list stand connectives alone; else nobody says which of them counts.
+    # Formulas with only connectives between them are a list. With other words between them, it is
+    # unclear which formula is the answer.
     if any("\\text" in piece for piece in prose[1:-1]):
         return None
     return " ".join(
@@ -84,33 +98,40 @@ def _extract_statement(text: str) -> str | None:
 
 
 def _wrap_prose(text: str) -> str:
-    """Prose between mathematics: connectives stay, other words go into \\text{}."""
+    """Puts words into \\text{}, except connectives of a list."""
     text = re.sub(r"[.:!?](?=\s|$)|(?<![a-zA-Z\\])[aAI](?![a-zA-Z])", " ", text)
     text = CONNECTIVE.sub(r" \\and ", _MATH_DELIMITER.sub(" ", text))
     return re.sub(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z']*", lambda word: rf"\text{{ {word[0]} }}", text)
 
 
 def _expand_plus_minus(value: str) -> list[str]:
-    """A value with one plus-minus sign as its two values."""
+    """Splits a value at its plus-minus sign.
+
+    The two values have plus and minus. Without exactly one sign, the value is kept.
+    """
     left_side, sign, right_side = value.partition("\\pm")
     if not sign or "\\pm" in right_side or is_unbalanced(left_side):
         return [value]
+    # `\pm 2` gives `2`, and `1 \pm 2` gives `1+2`.
     plus_sign = "+" if re.search(r"[\w})\]]\s*$", left_side) else ""
     return [f"{left_side}{plus_sign}{right_side}", f"{left_side}-{right_side}"]
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_value(value: str) -> AnswerValue:
+    """Splits one value into its parts."""
     core, words = split_words(value)
     modulus = _MODULUS.search(core)
     if modulus:
         core = core[: modulus.start()]
     core = core.replace("\\equiv", "=")
+    # The approximation after an exact value is not compared.
     core = re.split(r"\\approx(?![a-z])", core)[0] if "\\approx" in core else core
     members = split_outside_brackets(re.sub(r"\\in(?![a-z])", "=", core), "=")
     has_name = len(members) > 1 and (not members[0] or is_name(members[0]))
     chain = tuple(members[has_name:])
     value = _strip_brackets(chain[-1])
+    # "no solution" equals the empty set.
     if not value and _NO_SOLUTION.fullmatch(words.phrase):
         value, words = "\\emptyset", AnswerWords("")
     return AnswerValue(
@@ -123,13 +144,17 @@ def parse_value(value: str) -> AnswerValue:
 
 
 def is_name(text: str) -> bool:
+    """Returns whether the left side of `=` is a name.
+
+    Names are, for example, `x_1`, `f(2)` and `\\frac{dy}{dx}`.
+    """
     return (
         not _FUNCTIONS.search(text) and bool(_VARIABLE_NAME.fullmatch(INDEX_PATTERN.sub("", text)))
     ) or (text.startswith("\\frac") and not re.search(r"\d", text))
 
 
 def _strip_brackets(value: str) -> str:
-    """A value without brackets around all of it."""
+    """Removes enclosing brackets, except those of a tuple."""
     while is_enclosed(value, "{") or (
         is_enclosed(value, "(") and value[-1] == ")" and len(split_list(value[1:-1])) == 1
     ):

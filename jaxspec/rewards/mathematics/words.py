@@ -1,4 +1,7 @@
-"""Words beside the mathematics of an answer: units, and words that change what it says."""
+"""Classifies the words next to a value.
+
+They are units, words that change the value's meaning, and others.
+"""
 
 from __future__ import annotations
 
@@ -74,18 +77,22 @@ _UNIT_NAMES = {
     )
     for name in words
 }
+# The word names no particular unit, so `12 units` agrees with `12 cm`.
 _NEUTRAL_UNITS = {"unit"}
+# Two answers with different words of this kind are never equal.
 _CRITICAL_WORDS = _word_set(
     "not no none never neither nor except without minus negative plus less more least most greater"
     " fewer smaller larger half twice double hundred thousand million billion trillion dozen above"
     " below over under between until squared cubed undefined infinite false wrong incorrect nonzero"
     " imaginary mod modulo base"
 )
+# Words that do not change a value, and need not agree.
 _FILLER_WORDS = _word_set(
     "a an the is are be was it its this that these those of for to in at on by with from so thus"
     " hence therefore then we get have has obtain find answer final result value solution total"
     " number where when which as there here exactly only just x y z long each"
 )
+# Up to three other letters in a row are read as a product of variables.
 _SHORT_WORDS = _word_set("yes no odd one two six ten all any sum mon tue wed thu fri sat sun red")
 _TEXT_COMMAND = re.compile(r"\\text\s*\{([^{}]*)\}(?:\s*\^\s*\{?\s*([23])\s*\}?)?")
 _DEGREE_SIGN = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:([CF])(?![a-zA-Z]))?\s*$")
@@ -98,16 +105,22 @@ _UNIT_POWERS = {"2": "square", "3": "cubic"}
 
 @dataclass(frozen=True)
 class AnswerWords:
-    """The words beside a value."""
+    """Words next to a value."""
 
     phrase: str
-    """All of them, in order."""
+    """All words in order, in lower case."""
     units: frozenset[str] = frozenset()
+    """Units, each under one name."""
     critical_words: frozenset[str] = frozenset()
+    """Words that change the meaning of a value, such as `not` or `million`."""
     other_words: frozenset[str] = frozenset()
+    """Other words, without fillers such as `the`."""
 
     def agrees_with(self, other: AnswerWords) -> bool:
-        """Whether two values may be equal beside these words; one side may leave units out."""
+        """Returns whether values with these words can be equal.
+
+        Critical words must be the same. Units may be missing on one side, and so may other words.
+        """
         if self.critical_words != other.critical_words:
             return False
         if self.units and other.units and self.units != other.units:
@@ -116,10 +129,11 @@ class AnswerWords:
 
 
 def split_words(value: str) -> tuple[str, AnswerWords]:
-    """Take the words off a value: what is left of it, and them."""
+    """Separates a value from its words."""
     removed_words: list[str] = []
 
     def remove_word(match: re.Match[str]) -> str:
+        # A power after a unit, as in `cm^2`, becomes a word of its own.
         word, power = match[1] or "", match[2] if match.re is not _DEGREE_SIGN else None
         removed_words.extend([word, _UNIT_POWERS[power]] if power else [word])
         return " "
@@ -128,12 +142,14 @@ def split_words(value: str) -> tuple[str, AnswerWords]:
     if degrees := _DEGREE_SIGN.search(core):
         core = core[: degrees.start()]
         removed_words.append({"C": "celsius", "F": "fahrenheit"}.get(degrees[1] or "", "degree"))
+    # A \text in an index or exponent is part of a name, as in x_{\text{max}}.
     core = (
         _TEXT_COMMAND.sub(remove_word, core)
         if not re.search(r"[_^]\s*\{?\s*\\text", core)
         else core
     )
     core = _UNIT_LETTER.sub(remove_word, core)
+    # Next to two longer words, short ones are words as well, not products of variables.
     is_sentence = sum(len(word) > 3 for word, _ in _PLAIN_WORD.findall(core)) > 1
     core = _PLAIN_WORD.sub(
         lambda match: remove_word(match) if is_sentence or _is_word(match[1]) else match[0], core
@@ -142,6 +158,10 @@ def split_words(value: str) -> tuple[str, AnswerWords]:
 
 
 def _is_word(text: str) -> bool:
+    """Returns whether letters form a word or unit.
+
+    Otherwise they are a product of variables.
+    """
     return (
         len(text) > 3
         or text.lower() in _SHORT_WORDS | _FILLER_WORDS | _CRITICAL_WORDS
@@ -150,12 +170,14 @@ def _is_word(text: str) -> bool:
 
 
 def _classify_words(text: str) -> AnswerWords:
+    """Classifies the words of a text."""
     text = re.sub(r"\^\s*\{?2\}?", " square ", re.sub(r"\^\s*\{?3\}?", " cubic ", text))
     tokens = re.findall(r"[a-zA-Z]+|\d+", text.replace("/", " per "))
     units, critical_words, other_words = set(), set(), set()
     for token in tokens:
         word = token.lower()
         singular = re.sub(r"s$", "", word) if len(word) > 2 else word
+        # The exact spelling comes first: `A` is ampere, and `a` is a filler word.
         if unit := _UNIT_NAMES.get(token) or _UNIT_NAMES.get(word) or _UNIT_NAMES.get(singular):
             units.add(unit)
         elif word in _CRITICAL_WORDS:

@@ -30,16 +30,16 @@ def no_statistics(
     by_quarter = jnp.zeros((rows, QUARTERS), jnp.int32)
     return Statistics(
         rounds=count,
-        drafted=by_depth,
-        offered_in_turn=by_depth,
+        draft_rounds=by_depth,
+        reached=by_depth,
         accepted=by_depth,
-        kept=by_quarter,
-        offered=by_quarter,
+        quarter_tokens=by_quarter,
+        quarter_rounds=by_quarter,
         overlap=jnp.zeros((rows, draft_length), dtype),
         overlap_by_factor=jnp.zeros((rows // group_size, draft_length, factors), dtype),
         draft_entropy=jnp.zeros((rows, draft_length), dtype),
-        began=count,
-        ended=count,
+        start_round=count,
+        end_round=count,
         target_entropy=jnp.zeros((rows,), dtype),
     )
 
@@ -66,18 +66,18 @@ def of_round(
     here = (quarter[:, None] == quarters) & (running & (offered > 0))[:, None]
     return Statistics(
         rounds=running.astype(jnp.int32),
-        drafted=drafted.astype(jnp.int32),
-        offered_in_turn=offered_in_turn.astype(jnp.int32),
+        draft_rounds=drafted.astype(jnp.int32),
+        reached=offered_in_turn.astype(jnp.int32),
         accepted=accepted.astype(jnp.int32),
-        kept=jnp.where(here, kept[:, None], 0),
-        offered=here.astype(jnp.int32),
+        quarter_tokens=jnp.where(here, kept[:, None], 0),
+        quarter_rounds=here.astype(jnp.int32),
         overlap=jnp.where(offered_in_turn, comparison.overlap, 0),
         overlap_by_factor=jnp.where(
             offered_in_turn[measured][:, :, None], comparison.overlap_by_factor, 0
         ),
         draft_entropy=jnp.where(offered_in_turn, comparison.draft_entropy, 0),
-        began=nothing,
-        ended=nothing,
+        start_round=nothing,
+        end_round=nothing,
         target_entropy=jnp.sum(jnp.where(inside, entropy, 0), axis=1),
     )
 
@@ -99,19 +99,23 @@ def acceptance_metrics(
         return part / jnp.maximum(whole, 1)
 
     by_depth = {
-        "acceptance_rate": share(total.accepted, total.drafted[:1]),
-        "conditional_rate": share(total.accepted, total.offered_in_turn),
-        "expected_acceptance": share(total.overlap, total.offered_in_turn),
-        "draft_entropy": share(total.draft_entropy, total.offered_in_turn),
+        "acceptance_rate": share(total.accepted, total.draft_rounds[:1]),
+        "conditional_rate": share(total.accepted, total.reached),
+        "expected_acceptance": share(total.overlap, total.reached),
+        "draft_entropy": share(total.draft_entropy, total.reached),
         "draft_temperature": jnp.asarray(grid, jnp.float32)[choice],
     }
     # no number where no round began, or none had a draft
-    by_quarter = total.kept / jnp.where(total.offered > 0, total.offered, jnp.nan)
-    drafted, generated = jnp.sum(total.drafted[:1]), tokens.astype(jnp.float32)
+    by_quarter = total.quarter_tokens / jnp.where(
+        total.quarter_rounds > 0, total.quarter_rounds, jnp.nan
+    )
+    drafted, generated = jnp.sum(total.draft_rounds[:1]), tokens.astype(jnp.float32)
     return {
         "rollout/tokens_per_target_pass": share(generated, total.rounds),
-        "rollout/acceptance_length": jnp.where(drafted > 0, share(jnp.sum(total.kept), drafted), 1),
-        "rollout/acceptance_rate": share(jnp.sum(total.accepted), jnp.sum(total.drafted)),
+        "rollout/acceptance_length": jnp.where(
+            drafted > 0, share(jnp.sum(total.quarter_tokens), drafted), 1
+        ),
+        "rollout/acceptance_rate": share(jnp.sum(total.accepted), jnp.sum(total.draft_rounds)),
         "rollout/coverage": share(drafted, total.rounds),
         "rollout/target_entropy": share(total.target_entropy, generated),
         **{

@@ -42,7 +42,7 @@ def unmeasured(lengths: tuple[int, ...], longest: int) -> LengthChooser:
     """Nothing known of rows of up to `longest` tokens: no cost, and no draft ever offered."""
     none = jnp.zeros((lengths[-1],), jnp.float32)
     estimate = AcceptanceEstimate(
-        offered_in_turn=none, accepted=none, seconds_to_lose=jnp.zeros((), jnp.float32)
+        reached=none, accepted=none, seconds_to_lose=jnp.zeros((), jnp.float32)
     )
     return LengthChooser(
         acceptance=estimate,
@@ -55,16 +55,14 @@ def update(chooser: LengthChooser, statistics: Statistics) -> LengthChooser:
     before = chooser.acceptance
     offered_in_turn, accepted = (
         jnp.sum(leaf, axis=0, dtype=jnp.float32)
-        for leaf in (statistics.offered_in_turn, statistics.accepted)
+        for leaf in (statistics.reached, statistics.accepted)
     )
     drafted = offered_in_turn[0] > 0
     # A call that drafted has spent what there was; plain rounds earn, as many as a row took on
     # average, which is fewer than its shard's.
-    plain = jnp.mean((statistics.rounds - statistics.drafted[:, 0]).astype(jnp.float32))
+    plain = jnp.mean((statistics.rounds - statistics.draft_rounds[:, 0]).astype(jnp.float32))
     fresh = AcceptanceEstimate(
-        offered_in_turn=jnp.where(
-            drafted, KEEP * before.offered_in_turn + offered_in_turn, before.offered_in_turn
-        ),
+        reached=jnp.where(drafted, KEEP * before.reached + offered_in_turn, before.reached),
         accepted=jnp.where(drafted, KEEP * before.accepted + accepted, before.accepted),
         seconds_to_lose=jnp.where(
             drafted, 0, before.seconds_to_lose + SHARE * chooser.round_cost[0, 0, 0] * plain
@@ -81,9 +79,7 @@ def expected_tokens(estimate: AcceptanceEstimate, lengths: tuple[int, ...]) -> F
     """
     rates, before = [], jnp.float32(HOPE)
     for depth in range(estimate.accepted.shape[0]):
-        before = (estimate.accepted[depth] + WEIGHT * before) / (
-            estimate.offered_in_turn[depth] + WEIGHT
-        )
+        before = (estimate.accepted[depth] + WEIGHT * before) / (estimate.reached[depth] + WEIGHT)
         rates.append(before)
     by_depth = 1 + jnp.concatenate(
         [jnp.zeros((1,), jnp.float32), jnp.cumsum(jnp.cumprod(jnp.stack(rates)))]

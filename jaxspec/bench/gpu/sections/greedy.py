@@ -16,7 +16,7 @@ from jaxspec.config.settings import DraftConfig, EngineConfig, RolloutConfig
 from jaxspec.host.programs import abstract_prompts
 from jaxspec.models.layers import cast_floats
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import Prompts, Ready
+from jaxspec.state import Prompts, RolloutWeights
 from jaxspec.step import Step
 
 ROWS, PROMPT, NEW = 8, 256, 64
@@ -88,7 +88,7 @@ def _network_shapes(plan: GpuPlan, variant: GreedyVariant) -> tuple[Any, Any]:
     step = _build_step(plan, variant)
 
     def cast_networks() -> Any:
-        return cast_floats((step.fresh_policy(), step.fresh_draft()), jnp.dtype(plan.options.dtype))
+        return cast_floats((step.init_policy(), step.init_draft()), jnp.dtype(plan.options.dtype))
 
     policy, draft = replicate_shapes(plan.mesh, jax.eval_shape(cast_networks))
     return policy, draft if variant.draft_length else None
@@ -100,7 +100,9 @@ def greedy_recipes(plan: GpuPlan) -> list[Recipe]:
     for variant in greedy_variants(plan).values():
         generator = _build_generator(plan, variant)
 
-        def sync_weights(policy: Any, draft: Any, generator: Generator = generator) -> Ready:
+        def sync_weights(
+            policy: Any, draft: Any, generator: Generator = generator
+        ) -> RolloutWeights:
             return generator.sync(policy, draft, generator.start())
 
         def network_shapes(variant: GreedyVariant = variant) -> tuple[Any, Any]:
@@ -110,7 +112,7 @@ def greedy_recipes(plan: GpuPlan) -> list[Recipe]:
             network_shapes: Any = network_shapes,
             sync_weights: Any = sync_weights,
             generator: Generator = generator,
-        ) -> tuple[Ready, Prompts]:
+        ) -> tuple[RolloutWeights, Prompts]:
             weights = replicate_shapes(plan.mesh, jax.eval_shape(sync_weights, *network_shapes()))
             return weights, abstract_prompts(generator, ROWS)
 

@@ -29,10 +29,10 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host.programs import abstract, put
+from jaxspec.host.programs import abstract_arguments, put_like
 from jaxspec.inputs.spec import LoraConfig
 from jaxspec.models.layers import cast_floats
-from jaxspec.state import LENGTH, Finished, Prompts, Ready, Rollout, TrainState
+from jaxspec.state import LENGTH, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
 
 PHASES = ("prepare", "prefill", "rounds", "learn")
@@ -65,15 +65,15 @@ class StepMode(NamedTuple):
         if self.speculative:
             rule = synthetic_rule(self.options.acceptance)
             return dataclasses.replace(step, generator=step.generator.with_(rule=rule))
-        learner = dataclasses.replace(step.learner, objective=None, taps=())
+        learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
         return dataclasses.replace(
-            step, learner=learner, generator=step.generator.plain(), fresh_draft=lambda: None
+            step, learner=learner, generator=step.generator.plain(), init_draft=lambda: None
         )
 
     def network_shapes(self) -> tuple[Any, Any]:
         """Shapes of policy and draft; of a policy with adapters in the type of products."""
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
-        policy, draft = jax.eval_shape(lambda: (step.fresh_policy(), step.fresh_draft()))
+        policy, draft = jax.eval_shape(lambda: (step.init_policy(), step.init_draft()))
         if self.options.lora_rank:
             dtype = jnp.dtype(self.options.dtype)
             policy = jax.eval_shape(lambda network: cast_floats(network, dtype), policy)
@@ -87,11 +87,12 @@ class StepMode(NamedTuple):
 
         def state_inputs(*indices: int) -> Callable[[], tuple[Any, ...]]:
             return lambda: tuple(
-                replicate_shapes(mesh, abstract(step, prompt_count)[index]) for index in indices
+                replicate_shapes(mesh, abstract_arguments(step, prompt_count)[index])
+                for index in indices
             )
 
-        def prefill_inputs() -> tuple[Ready, Prompts]:
-            state, _, prompts = replicate_shapes(mesh, abstract(step, prompt_count))
+        def prefill_inputs() -> tuple[RolloutWeights, Prompts]:
+            state, _, prompts = replicate_shapes(mesh, abstract_arguments(step, prompt_count))
             return replicate_shapes(mesh, jax.eval_shape(step.sync, state)), prompts
 
         def rounds_inputs() -> tuple[Any, ...]:
@@ -103,7 +104,7 @@ class StepMode(NamedTuple):
 
         compiler_options = generator.compiler_options
         return [
-            Recipe(self.program_name("start"), step.start, self.network_shapes, donate=(0, 1)),
+            Recipe(self.program_name("start"), step.init_state, self.network_shapes, donate=(0, 1)),
             Recipe(self.program_name("prepare"), step.sync, state_inputs(0)),
             Recipe(self.program_name("prefill"), generator.begin, prefill_inputs),
             Recipe(
@@ -134,17 +135,22 @@ class StepMode(NamedTuple):
         options = self.options
         return random_prompts(self.step.generator, options.step_prompts, options, call)
 
-    def score_rollout(self, rollout: Rollout, call: int) -> Finished:
+    def score_rollout(self, rollout: Rollout, call: int) -> ScoredRollout:
         """A rollout with random rewards, ready to be learned from."""
         step = self.step
-        shapes = abstract(step, self.options.step_prompts)[1]
+        shapes = abstract_arguments(step, self.options.step_prompts)[1]
         rewards = np.random.default_rng((self.options.seed, call)).random(self.rows, np.float32)
         rollout = jax.device_put(rollout, jax.tree.map(lambda leaf: leaf.sharding, shapes.rollout))
-        values = rewards, np.ones(self.rows, bool), step.planned(self.read_lengths(rollout)), True
-        rewards, valid, plan, learn = put(
+        values = (
+            rewards,
+            np.ones(self.rows, bool),
+            step.plan_batch(self.read_lengths(rollout)),
+            True,
+        )
+        rewards, valid, plan, learn = put_like(
             values, (shapes.rewards, shapes.valid, shapes.plan, shapes.learn)
         )
-        return Finished(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
+        return ScoredRollout(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
 
     def read_lengths(self, rollout: Rollout) -> np.ndarray:
         """Positions of each row that learning reads."""
@@ -153,7 +159,7 @@ class StepMode(NamedTuple):
     def full_rollout(self) -> Rollout:
         """A rollout of full length that nobody sampled, for learning alone."""
         options, size = self.options, self.options.step_prompt + self.options.step_new
-        shapes = abstract(self.step, options.step_prompts)[1].rollout
+        shapes = abstract_arguments(self.step, options.step_prompts)[1].rollout
         empty_rollout = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         rng, shape = np.random.default_rng(options.seed), (self.rows, size)
         full_lengths = np.full(self.rows, size)
@@ -164,7 +170,7 @@ class StepMode(NamedTuple):
             logprobs=np.full(shape, -np.log(options.vocab)),
             status=np.full(self.rows, LENGTH),
         )
-        return put(rollout, shapes)
+        return put_like(rollout, shapes)
 
 
 def _step_config(options: GpuOptions) -> ResolvedConfig:
@@ -188,13 +194,13 @@ def _step_config(options: GpuOptions) -> ResolvedConfig:
 
 
 def logprob_gap(
-    step: Step, state: TrainState, finished: Finished
+    step: Step, state: TrainState, finished: ScoredRollout
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean and largest difference between recorded logprobs and the learner's own, over the tokens
     of the answers."""
-    learner = dataclasses.replace(step.learner, objective=None, taps=())
-    positions = learner.passes.at_places(step.batch_of(finished))
-    logprobs, _ = learner.passes.logprobs(state.learner.policy.network, 0, positions)
+    learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
+    positions = learner.passes.place_rows(step.build_batch(finished))
+    logprobs, _ = learner.passes.compute_logprobs(state.learner.policy.network, 0, positions)
     gap = jnp.abs(logprobs - positions.sampled_logprobs.astype(logprobs.dtype))
-    gap = jnp.where(positions.chosen, gap, 0)
-    return jnp.sum(gap) / jnp.sum(positions.chosen, dtype=gap.dtype), jnp.max(gap)
+    gap = jnp.where(positions.loss_mask, gap, 0)
+    return jnp.sum(gap) / jnp.sum(positions.loss_mask, dtype=gap.dtype), jnp.max(gap)

@@ -14,7 +14,7 @@ from jaxspec.bench.gpu.run import NOT_APPLICABLE, GpuPlan, GpuRun
 from jaxspec.compiled.counts import ATTENTION_TARGETS
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.visible import causal_mask
-from jaxspec.mesh import on_each_shard, plain_twins, replicated
+from jaxspec.mesh import replicated_sharding, shard_map_rows, use_plain_kernels
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.paged import empty_pages
@@ -31,7 +31,7 @@ def _run_on_shards(plan: GpuPlan, function: Callable) -> Callable:
     """Runs a function where it sees the mesh's devices, as kernels ask for them."""
 
     def call_on_shards(*arrays: Any) -> Any:
-        return on_each_shard(plan.mesh, function, P(), P())(*arrays)
+        return shard_map_rows(plan.mesh, function, P(), P())(*arrays)
 
     return call_on_shards
 
@@ -43,7 +43,7 @@ def _plain_twin(function: Callable) -> Callable:
         float32_arrays = jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, arrays
         )
-        with plain_twins():
+        with use_plain_kernels():
             return function(*float32_arrays)
 
     return call_plain_twin
@@ -144,7 +144,7 @@ def _compare_kernel(run: GpuRun, name: str) -> dict[str, Any]:
         run.get_program(f"attention to {name}"),
         run.get_program(f"attention to {name}, plain twin"),
     )
-    inputs = jax.device_put(_CHECKS[name][1](run.plan), replicated(run.plan.mesh))
+    inputs = jax.device_put(_CHECKS[name][1](run.plan), replicated_sharding(run.plan.mesh))
     kernel_leaves, twin_leaves = (
         jax.tree.leaves(compiled.program(*inputs)) for compiled in (kernel_program, twin_program)
     )

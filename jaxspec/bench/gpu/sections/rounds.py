@@ -15,9 +15,9 @@ from jaxspec.bench.gpu.programs import Recipe
 from jaxspec.bench.gpu.run import NOT_APPLICABLE, GpuPlan, GpuRun, Section
 from jaxspec.bench.measure import build_rounds_table
 from jaxspec.bench.roofline import decode_work
-from jaxspec.mesh import replicated
+from jaxspec.mesh import replicated_sharding
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.state import FAILED, RUNNING, Ready
+from jaxspec.state import FAILED, RUNNING, RolloutWeights
 
 MAX_SLICE_ROUNDS = 32
 """Of a slice."""
@@ -75,7 +75,7 @@ def cell_recipes(plan: GpuPlan, cells: Sequence[Cell]) -> list[Recipe]:
 
 def place_round_count(run: GpuRun, count: int) -> jax.Array:
     """A number of rounds, as their program takes it."""
-    return jax.device_put(jnp.int32(count), replicated(run.plan.mesh))
+    return jax.device_put(jnp.int32(count), replicated_sharding(run.plan.mesh))
 
 
 def time_rounds(run: GpuRun, cell: Cell) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _status_warning(status: np.ndarray, expected: int) -> dict[str, Any]:
 
 
 def _describe_rounds(
-    run: GpuRun, cell: Cell, weights: Ready, seconds: float, tokens_per_round: float
+    run: GpuRun, cell: Cell, weights: RolloutWeights, seconds: float, tokens_per_round: float
 ) -> dict[str, Any]:
     notes = ["full vocabulary"] * bool(
         cell.draft_length and not cell.draft_vocab and run.options.draft_vocab
@@ -152,7 +152,7 @@ def _describe_rounds(
     }
 
 
-def _round_bytes(run: GpuRun, cell: Cell, weights: Ready, mean_length: float) -> float:
+def _round_bytes(run: GpuRun, cell: Cell, weights: RolloutWeights, mean_length: float) -> float:
     """Bytes that a round must read: the policy's weights and caches once, the draft's weights once
     for each draft."""
     itemsize = jnp.dtype(run.options.dtype).itemsize

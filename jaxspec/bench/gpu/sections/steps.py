@@ -104,7 +104,9 @@ def _predict_memory(stepper: _PhaseStepper) -> dict[str, Any]:
         "prefill": programs["prefill"],
         "slice": programs["rounds"],
     }
-    memory_parts = fit.parts(stepper.step, stepper.mode.options.step_prompts, programs_by_name)
+    memory_parts = fit.list_memory_uses(
+        stepper.step, stepper.mode.options.step_prompts, programs_by_name
+    )
     return {
         "memory_predicted": sum(entry.size for entry in memory_parts),
         "memory_owners": {entry.name: entry.size for entry in memory_parts},
@@ -198,7 +200,7 @@ def _time_learning(run: GpuRun) -> dict[str, Any]:
         "learn_s": best_seconds,
         "positions": int(read_lengths.sum()),
         "positions_per_s": float(read_lengths.sum()) / best_seconds,
-        "micro_batch": mode.step.learner.tokens,
+        "micro_batch": mode.step.learner.micro_tokens,
         "packing": packing,
         "flops_per_s": flops / best_seconds,
         "flops_share": flops / best_seconds / run.peak_flops if run.peak_flops else None,

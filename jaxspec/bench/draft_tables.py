@@ -1,0 +1,40 @@
+"""Tables of `bench drafts`, in 80 columns."""
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from jaxspec.system.progress import format_number
+
+
+def build_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by
+    depth."""
+    totals = _empty_table(
+        "drafts", "acceptance\nlength", "tokens\na pass", "round\ncost", "tokens/s", "speed-up"
+    )
+    by_depth = _empty_table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
+    for row in rows:
+        labels = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
+        numbers = [
+            f"{row[name]:.2f}"
+            for name in ("acceptance_length", "tokens_per_target_pass", "round_cost")
+        ]
+        speed = format_number(row["tokens_per_s"]), f"{row['speed_up']:.2f}"
+        totals.add_row(*labels, *numbers, *speed)
+        series = [
+            row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")
+        ]
+        by_depth.add_row(
+            *labels, *(" ".join(f"{value:.2f}" for value in values) or "-" for values in series)
+        )
+    return totals, by_depth
+
+
+def _empty_table(name: str, *titles: str) -> Table:
+    table = Table(box=box.SIMPLE, title=name, title_justify="left", padding=0, show_edge=False)
+    table.add_column("draft", no_wrap=True)
+    for title in ("sampling", "verify", "K", *titles):
+        table.add_column(title, justify="right")
+    return table

@@ -1,0 +1,194 @@
+"""Files of a run's folder, and the records of its starts: machine, versions and data."""
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspec.config.as_json import (
+    to_json,
+)
+from jaxspec.config.settings import ResolvedConfig
+from jaxspec.data.files import data_digest
+from jaxspec.hf.pretrained import fingerprint_checkpoint
+from jaxspec.host.job import Job, code_version
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.json_keys import parse_json
+from jaxspec.mesh import describe_machine
+from jaxspec.processes.process_0 import check_in_process_0
+from jaxspec.system.files import (
+    hash_file,
+    utc_timestamp,
+    write_text_atomic,
+)
+from jaxspec.tokens.tokenizer import TOKENIZER_FILES
+
+CONFIG, CHECKPOINTS, BEST = "config.json", "checkpoints", "best"
+STARTS = "starts.jsonl"
+
+
+def list_steps(folder: Path, subfolder: str = CHECKPOINTS) -> list[int]:
+    """Numbers of a run's checkpoints, ascending.
+
+    Raises:
+      ConfigError: where they should be is something else.
+    """
+    checkpoints = folder / subfolder
+    exists = checkpoints.exists() or checkpoints.is_symlink()
+    remedy = "move it away if it is not needed, or choose another --workdir"
+    require(
+        not exists or checkpoints.is_dir(),
+        f"{checkpoints} is not a folder, so no checkpoint can be read or saved; {remedy}",
+    )
+    entries = [entry for entry in checkpoints.iterdir() if entry.name.isdigit()] if exists else []
+    for entry in entries:
+        name = entry.name
+        is_valid = name.isascii() and name == str(int(name)) and entry.is_dir()
+        require(is_valid, f"{entry} is called like a checkpoint and is no folder of one; {remedy}")
+    return sorted(int(entry.name) for entry in entries)
+
+
+def data_digests(config: ResolvedConfig) -> dict[str, str]:
+    """Digests of the data files to train and to evaluate on, and of the tokenizer's files; by
+    setting and file."""
+    sets = {key: entry.data for key, entry in config.sets_by_prefix.items()}
+    paths = {f"{key}data.path": data.path for key, data in sets.items()}
+    paths |= {f"{key}data.eval_path": data.eval_path for key, data in sets.items() if data.path}
+    digests = {f"{name} {path}": data_digest(path, name) for name, path in paths.items() if path}
+    folder = config.data.tokenizer
+    for name in TOKENIZER_FILES if folder else ():
+        file = Path(folder) / name
+        digests[f"data.tokenizer {name} {file}"] = hash_file(file)
+    return digests
+
+
+def require_same_data(job: Job, folder: Path) -> None:
+    """Refuses data that differs from what the run began with; a data file that is gone is named
+    where it is read."""
+    records, digests = read_starts(folder), data_digests(job.config)
+    recorded = records[0].get("data") if records else None
+    recorded = recorded if isinstance(recorded, dict) else {}
+    current = {
+        name: value
+        for name, value in digests.items()
+        if value != "-" or name.startswith("data.tokenizer")
+    }
+    if unknown := ", ".join(sorted(current.keys() - recorded.keys())):
+        job.say(
+            f"warning: {folder / STARTS} has no record of {unknown} as the run began with, so that"
+            " cannot be compared"
+        )
+    names = ", ".join(name for name, value in current.items() if recorded.get(name, value) != value)
+    message = (
+        f"{names} holds other data than the run in {folder} began with, at"
+        f" {records[0].get('time') if records else ''}"
+    )
+    require(
+        not names, f"{message}; put that data back, or choose another --workdir for a run on this"
+    )
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """What each start of a run has told of itself, oldest first.
+
+    Raises:
+      ConfigError: a line is damaged.
+    """
+    file = folder / STARTS
+    remedy = "put the file back from a copy, or remove it"
+    require(not file.exists() or file.is_file(), f"{file} is not a regular file; {remedy}")
+    records = []
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else [], start=1):
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}, line {number} is not JSON ({error}); {remedy}") from error
+        require(isinstance(record, dict), f"{file}, line {number} is no JSON object; {remedy}")
+        records.append(record)
+    return records
+
+
+def report_start(job: Job, folder: Path) -> dict[str, Any]:
+    """What this start has to tell of itself: time, versions, machine, data, and the checkpoints
+    that it was given.
+
+    Says it in a line, and in what versions and checkpoints it differs from the run's last start, if
+    there was one. Process 0 alone has it, as it alone writes it down.
+
+    Raises:
+      ConfigError: one of these files cannot be read.
+    """
+    record: dict[str, Any] = {}
+
+    def describe_changes() -> None:
+        record.update(_describe_start(job))
+        versions, machine = record["versions"], record["machine"]
+        versions_text = ", ".join(f"{name} {version}" for name, version in versions.items())
+        job.say(
+            f"{record['time']}  {versions_text}  {machine['backend']} ({machine['device']}) on"
+            f" {machine['host']}, {machine['platform']}"
+        )
+        last_records = read_starts(folder)[-1:] if list_steps(folder) else []
+        for kind in ("versions", "checkpoints") if last_records else ():
+            recorded = last_records[0].get(kind)
+            recorded = recorded if isinstance(recorded, dict) else {}
+            for name, value in record[kind].items():
+                if recorded.get(name, value) == value:
+                    continue
+                change = "; the run goes on with the weights that it has saved"
+                if kind == "versions":
+                    change = f": {recorded[name]} -> {value}"
+                job.say(f"warning: since the run's last start, {name} is another{change}")
+
+    check_in_process_0(describe_changes)
+    return record
+
+
+def _describe_start(job: Job) -> dict[str, Any]:
+    """What `report_start` returns."""
+    paths = {
+        "model.path": job.config.model.path,
+        "lora.path": job.config.lora.path,
+        "rollout.draft.path": job.config.rollout.draft.path,
+    }
+    inputs = {
+        f"{name} {path}": fingerprint_checkpoint(path) for name, path in paths.items() if path
+    }
+    versions = {
+        "jaxspec": code_version(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+    }
+    environment = {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processes": jax.process_count(),
+        "backend": jax.default_backend(),
+        **describe_machine(job.mesh),
+    }
+    return {
+        "time": utc_timestamp(),
+        "versions": versions,
+        "machine": environment,
+        "data": data_digests(job.config),
+        "checkpoints": inputs,
+    }
+
+
+def record_start(job: Job, folder: Path, record: Mapping[str, Any]) -> None:
+    """Writes config.json and adds the start to the others, each file whole or not at all; only once
+    the config has proved to be good.
+
+    The starts of a run from which nothing was saved are forgotten.
+    """
+    if jax.process_index() == 0:
+        earlier = read_starts(folder) if list_steps(folder) else []
+        write_text_atomic(
+            folder / STARTS, "".join(json.dumps(entry) + "\n" for entry in (*earlier, record))
+        )
+        write_text_atomic(folder / CONFIG, json.dumps(to_json(job.config), indent=2) + "\n")
