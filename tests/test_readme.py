@@ -3,6 +3,7 @@ only files that an earlier line makes. `test_documents.py` runs it."""
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -322,3 +323,15 @@ def test_nothing_tells_users_to_install_the_namesake() -> None:
         assert not re.search(
             r"pip install[^\n`]*\bjaxspec\b|\bjaxspec\[", file.read_text(encoding="utf-8")
         ), file
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/architecture.md"], ids=str)
+def test_the_tree_goes_down_as_the_imports_do(page: Path) -> None:
+    """Packages and modules stand in the order of import-linter's contract, and none is left out."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = contracts["contracts"][0]["layers"]
+    floor = {name: number for number, row in enumerate(layers) for name in row.split(" | ")}
+    tree = page.read_text(encoding="utf-8").partition("\njaxspec/\n")[2].partition("```")[0]
+    named = re.findall(r"(?:^  |  )(\w+)(?:\.py|/)(?=\s)", tree, re.MULTILINE)
+    assert set(named) | {"__main__"} == set(floor)
+    assert [floor[name] for name in named] == sorted(floor[name] for name in named)

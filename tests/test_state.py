@@ -72,5 +72,6 @@ def test_fields_are_named_and_complete() -> None:
     with pytest.raises(TypeError):
         Prompts(tokens=jnp.zeros((1, 2), jnp.int32))  # pyright: ignore[reportCallIssue]
     assert [field.name for field in dataclasses.fields(Rollout)] == [
-        "tokens", "prompt_lengths", "lengths", "logprobs", "origin", "status", "version", "statistics"
+        "tokens", "prompt_lengths", "lengths", "logprobs",
+        "origin", "status", "version", "statistics",
     ]  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from jaxspec.config.settings import EvalConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.evaluation.evaluator import Evaluator
-from jaxspec.host.comparison import Comparison
+from jaxspec.host.comparison import SpeedComparison
 from jaxspec.host.job import Job, make_job, report_errors
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
@@ -322,7 +322,7 @@ def test_a_run_without_a_result_ends_as_one(
     """The table comes first, then why, in one line; and so it is when the same command is run
     again."""
     monkeypatch.setattr(
-        closing, "compare_decoding", lambda *_: Comparison(16, 2.0, 1.0, 1.0, 1.0, 1.0)
+        closing, "compare_decoding", lambda *_: SpeedComparison(16, 2.0, 1.0, 1.0, 1.0, 1.0)
     )
     with MetricsWriter(tmp_path, 0) as writer:
         for line in (a_line(0, **{"eval/held_out/avg@8": 0.25}), a_line(1), a_line(2), last):

@@ -1,1 +1,1 @@
-"""What a compiled program says of itself, and the hardware it may be compiled for without it."""
+"""Analysis of compiled programs, and specifications of hardware."""

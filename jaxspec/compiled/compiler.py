@@ -1,4 +1,4 @@
-"""Compiling for devices that are not there, and hearing what the compiler says meanwhile."""
+"""Compilation for absent devices."""
 
 import contextlib
 import os
@@ -12,52 +12,61 @@ import jax
 from jax.sharding import Mesh
 
 CHECK_OPTIONS: dict[str, str | bool] = {
+    # Optimizations of ptxas change neither memory use nor the names of kernels.
     "xla_gpu_disable_gpuasm_optimizations": True,
+    # Without a device no candidate can be timed, and autotuning only compiles more of them.
     "xla_gpu_autotune_level": "0",
 }
-"""Options under which a program is compiled sooner. The assembler's optimisations change no memory
-and no kernel's name; without a device nothing is tuned, and XLA only compiles more candidates."""
+"""Compiler options that shorten compilation for absent devices."""
+# Capture into command buffers changes neither memory nor kernels. Its time grows with the square of
+# the number of captured operations, of which an unrolled model has thousands. The option is not in
+# CHECK_OPTIONS, since tests that use `compile_for_mesh` inspect command buffers.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
-"""An option of checks alone, since others look at what is captured. That changes no memory and no
-kernel, and takes seconds that grow with the square of the pieces: an unrolled model has
-thousands."""
+"""Compiler option of `check` that turns command buffers off."""
 GPU_OPTIONS = {
+    # Leaves matrix products to cuBLAS: tuning Triton's products takes most of a compilation, and
+    # without tuning they are up to 20 times slower.
     "xla_gpu_enable_triton_gemm": False,
+    # Tuning fusions takes about half of the compilation of a small step.
     "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
-"""Options of all programs for GPUs. Products are left to cuBLAS: tuning those of Triton takes most
-of a compile, and untuned they are up to 20 times slower."""
+"""Compiler options of all programs for GPUs."""
 FLAGS_VARIABLE = "XLA_FLAGS"
 
 
 def set_check_options() -> None:
-    """Sets the options of a check for all programs; must come before JAX starts its backends.
+    """Sets compiler options of `check` for all programs.
 
-    A program's own options and the user's XLA_FLAGS win.
+    Must be called before JAX starts its backends. A program's own options and the user's XLA_FLAGS
+    take precedence.
     """
     set_xla_flags({**CHECK_OPTIONS, **NO_COMMAND_BUFFERS})
 
 
 def set_xla_flags(options: Mapping[str, str | bool]) -> None:
-    """Puts options before those of XLA_FLAGS, which win; must come before JAX starts its backends.
+    """Adds compiler options to XLA_FLAGS.
 
-    A variable that names a file of flags stays as it is.
+    Must be called before JAX starts its backends. Flags that the user has set take precedence. A
+    variable that names a file of flags is left unchanged.
     """
     user_flags = os.environ.get(FLAGS_VARIABLE, "").split()
+    # XLA takes a value that does not begin with "--" for the name of a file.
     if user_flags and not user_flags[0].startswith("--"):
         return
     package_flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
+    # The last of two values of a flag counts, so the user's flags come last.
     os.environ[FLAGS_VARIABLE] = " ".join(
         [*(flag for flag in package_flags if flag not in user_flags), *user_flags]
     )
 
 
+# Warning of XLA's SPMD partitioner.
 _REMATERIALIZATION = re.compile(r"[Ii]nvoluntary full rematerialization[^\n]*")
 
 
 def use_mesh_devices(mesh: Mesh) -> Any:
-    """The context in which programs for a mesh are traced: what asks the default device for its
-    kind, as kernels do, is told that it is one of these."""
+    """Returns a context for tracing programs for a mesh."""
+    # Kernels choose their code by the kind of the default device while they are traced.
     return jax.default_device(mesh.devices.flat[0])
 
 
@@ -68,9 +77,18 @@ def compile_for_mesh(
     donate: tuple[int, ...] = (),
     options: Mapping[str, str] | None = None,
 ) -> Any:
-    """The program for the mesh's devices, of arrays that are only described. The function is
-    wrapped anew because traces are kept by function."""
+    """Compiles a function for a mesh's devices.
+
+    Args:
+      function: the function to compile.
+      mesh: devices to compile for. They may be absent.
+      *arguments: shapes, dtypes and shardings of the function's arguments.
+      donate: positions of arguments whose memory is donated.
+      options: additional compiler options.
+    """
+    # The learner's optimizer relies on JAX's standard type promotion.
     with use_mesh_devices(mesh), jax.numpy_dtype_promotion("standard"):
+        # JAX caches traces by function. A fresh lambda avoids a trace for another device.
         lowered = jax.jit(lambda *inputs: function(*inputs), donate_argnums=donate).lower(
             *arguments
         )
@@ -78,37 +96,43 @@ def compile_for_mesh(
 
 
 class StderrCapture(NamedTuple):
-    """Hears what is written to standard error, and still writes there itself."""
+    """Captured standard error of the process."""
 
     terminal_descriptor: int
-    """Where it goes otherwise."""
+    """Duplicate of the original standard error."""
     capture_file: Any
-    """The file that it goes to meanwhile."""
+    """Temporary file that receives the captured text."""
 
     def print_line(self, message: str) -> None:
-        """Writes a line for people."""
-        with contextlib.suppress(OSError):  # nobody reads any more
+        """Writes a line to the original standard error."""
+        with contextlib.suppress(OSError):  # The reader may be gone.
             os.write(self.terminal_descriptor, f"{message}\n".encode())
 
     @property
     def text(self) -> str:
-        """All that was heard."""
+        """Text captured so far."""
         self.capture_file.seek(0)
         return self.capture_file.read().decode(errors="replace")
 
     @property
     def resharding_messages(self) -> list[str]:
-        """What the compiler said of arrays that it made whole on every device because it found no
-        other way from one layout to the next."""
+        """Compiler warnings about resharding by full replication.
+
+        XLA replicates an array on every device if it finds no other way from one sharding to the
+        next.
+        """
         return sorted(set(_REMATERIALIZATION.findall(self.text)))
 
 
 @contextlib.contextmanager
 def capture_stderr() -> Iterator[StderrCapture]:
-    """Hears what libraries write to standard error, of which nothing is for the user; where the
-    compiler ends in an error, it is shown."""
+    """Captures standard error within the context.
+
+    If a JaxRuntimeError leaves the context, the captured text is shown first.
+    """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as capture_file:
+        # XLA writes to the file descriptor from C++, past `sys.stderr`.
         terminal_descriptor = os.dup(2)
         os.dup2(capture_file.fileno(), 2)
         capture = StderrCapture(terminal_descriptor, capture_file)

@@ -1,9 +1,9 @@
-"""What a part of a compiled program costs, counted from its text with the trip counts of its
-loops: products, bytes, kernels, loops, and what goes between devices.
+"""Costs counted from a compiled program's text.
 
-XLA's own `cost_analysis` counts a loop once, and says nothing of a program for devices that are not
-there.
+Counts matrix products, bytes, kernels, loops and collectives, with the trip counts of loops.
 """
+
+# XLA's own `cost_analysis` counts the body of a loop once, and gives nothing for absent devices.
 
 import dataclasses
 import json
@@ -30,13 +30,14 @@ _NO_KERNEL_OPCODES = (
     "opt-barrier",
     "add-dependency",
 )
-"""Opcodes that no kernel is started for."""
+"""Opcodes that launch no kernel."""
 _CONTAINER_OPCODES = ("while", "conditional", "call", "async-start")
-"""Opcodes whose computations consist of kernels themselves."""
+"""Opcodes whose computations launch their own kernels."""
 _SLICE_OPCODES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE_OPCODES = ("dynamic-update-slice", "scatter")
-"""Opcodes that write a part of their first operand."""
+"""Opcodes that overwrite part of their first operand."""
 _VIEW_OPCODES = ("bitcast", "reshape")
+# Within a fusion these read an operand only where a later instruction reads their result.
 _ELEMENTWISE_OPCODES = (
     "broadcast",
     "compare",
@@ -50,20 +51,22 @@ _ELEMENTWISE_OPCODES = (
     "select",
     "subtract",
 )
-"""Opcodes of whose operands an element is read for one of the result, or for several."""
+"""Opcodes that compute each output element from one element per operand."""
 ATTENTION_TARGETS = ("mosaic_gpu", "__gpu$xla.gpu.triton")
-"""Beginnings of the targets of kernels that this package writes or takes from tokamax."""
+"""Prefixes of custom-call targets of the kernels of this package and of tokamax."""
 
+# Generation wraps such a loop in `jax.named_scope("of_loops")`. Its inner loops count separately.
 _OUTER_LOOP = re.compile(r"of_loops/while$")
-"""The scope of a loop that consists of other loops, each of which counts by itself."""
+"""Scope of a loop whose body consists of other loops."""
+# `kernels/grouped.py` writes the count, since the text of a program has none for such a loop.
 _TYPICAL_TRIPS = re.compile(r"usually_(\d+)_turns/while$")
+"""Scope that names the typical trip count of a data-dependent loop."""
 _BACKWARD_PRODUCTS = {"dkv_kernel": 4, "dq_kernel": 3, "_bwd": 5}
-"""Products that the kernels of attention's backward pass make, by what stands in their names; those
-of the forward pass make two."""
+"""Matrix products of backward attention kernels, by a part of the kernel's name."""
 
 
 class Collective(NamedTuple):
-    """Collectives that are alike."""
+    """Kind and mesh axes of a collective."""
 
     kind: str
     axes: tuple[str, ...]
@@ -71,21 +74,23 @@ class Collective(NamedTuple):
 
 @dataclasses.dataclass
 class Cost:
-    """Of running something once, on each device."""
+    """Cost of one execution, on each device."""
 
     flops: float = 0.0
-    """Operations of matrix products: two for each multiplication."""
+    """Operations of matrix products, two per multiply-add."""
     bytes: float = 0.0
-    """Read and written by its kernels."""
+    """Bytes that kernels read and write."""
     kernels: float = 0.0
+    """Kernel launches."""
     loops: float = 0.0
-    """Loops begun by the host, which reads back at each turn whether to go on."""
+    """Loops that the host drives, reading their condition back in each iteration."""
     collectives: Counter[Collective] = dataclasses.field(default_factory=Counter)
+    """Number of executions of each collective."""
     bytes_sent: Counter[Collective] = dataclasses.field(default_factory=Counter)
-    """Bytes."""
+    """Bytes that each device sends."""
 
     def add_cost(self, other: "Cost", repeats: float = 1.0) -> None:
-        """Something that runs so often beside this."""
+        """Adds another cost, `repeats` times."""
         for name in ("flops", "bytes", "kernels", "loops"):
             setattr(self, name, getattr(self, name) + repeats * getattr(other, name))
         for totals, additions in (
@@ -97,23 +102,32 @@ class Cost:
 
 
 class DynamicLoop(NamedTuple):
-    """One turn of a loop that runs as often as the data ask for."""
+    """Loop with a data-dependent trip count."""
 
     phase: str
     scope: str
+    """Name stack of the loop, outermost scope first."""
     computations: tuple[str, ...]
+    """Names of the loop's condition and body."""
     cost: Cost
+    """Cost of one iteration."""
 
 
 class ProgramCosts(NamedTuple):
-    """What a program consists of."""
+    """Costs of a program, split by phase."""
 
     phase_costs: dict[str, Cost]
-    """By phase."""
+    """Cost of each phase, without its data-dependent loops."""
     loops: list[DynamicLoop]
+    """Data-dependent loops of all phases."""
 
     def largest_loop(self, phase: str, scope: str = "") -> DynamicLoop | None:
-        """The loop of a phase, or of a scope in it, with most products a turn."""
+        """Finds the loop with the most products per iteration.
+
+        Args:
+          phase: phase of the loop.
+          scope: a name that the loop's scope must contain, if given.
+        """
         scopes = {scope} if scope else set()
         candidates = [
             loop
@@ -124,28 +138,34 @@ class ProgramCosts(NamedTuple):
 
 
 def phase_name(scope: str) -> str:
-    """The outermost name of a scope inside the function that was compiled."""
+    """Returns the outermost scope within the compiled function, or ""."""
+    # A scope reads "jit(FUNCTION)/PHASE/...".
     names = scope.split("/")
     return names[1].strip("()") if len(names) > 1 and names[0].startswith("jit(") else ""
 
 
 class CostCounter:
-    """A program's costs, by computation, for a mesh given by its axes' names and sizes."""
+    """Counts the costs of a program's computations."""
 
     def __init__(self, program: Program, mesh: dict[str, int]):
+        """Takes a program and its mesh axis sizes."""
         self.program, self._mesh = program, mesh
+        # A computation may be called from many places.
         self._cache: dict[tuple[str, float, bool], Cost] = {}
 
     def count_computation(
         self, computation: str, outer_trips: float = 1.0, cheapest: bool = False
     ) -> Cost:
-        """The cost of a computation, which is the body of a loop of `outer_trips` trips.
+        """Counts the cost of a computation.
 
-        Of branches in it, the one that costs most counts, or with `cheapest` the one that costs
-        least. A loop inside that decides as it goes how often it runs may say in its scope how
-        often that usually is (`kernels/grouped.py`); otherwise it is one of attention by blocks: a
-        block of queries sees the blocks before it, half of all on average. One without products
-        counts once.
+        A data-dependent loop inside counts with the trip count that its scope names. Without one,
+        it counts as blockwise causal attention if it has products, and once otherwise.
+
+        Args:
+          computation: name of the computation.
+          outer_trips: trip count of the loop whose body this is.
+          cheapest: whether a conditional counts as its cheapest branch instead of its most
+            expensive one.
         """
         key = (computation, outer_trips, cheapest)
         if key not in self._cache:
@@ -158,12 +178,14 @@ class CostCounter:
     def _add_instruction(
         self, cost: Cost, computation: str, op: Instruction, outer_trips: float, cheapest: bool
     ) -> None:
+        # An asynchronous operation counts once, at its "-start".
         if op.opcode in _NO_KERNEL_OPCODES or op.opcode.endswith(("-done", "-update")):
             return
         callees = self.program.find_callees(op)
         if op.opcode == "while":
             iteration = self._count_iteration(op, float(op.trip_count or 1), cheapest)
             typical_match = _TYPICAL_TRIPS.search(op.scope)
+            # In blockwise causal attention, query block i reads i of `outer_trips` key blocks.
             trips = (
                 float(typical_match[1])
                 if typical_match
@@ -183,7 +205,7 @@ class CostCounter:
             self._add_kernel(cost, computation, op)
 
     def _count_iteration(self, loop: Instruction, outer_trips: float, cheapest: bool) -> Cost:
-        """One turn of a loop: its body, and the condition."""
+        """Counts one iteration of a loop: its condition and its body."""
         cost = Cost()
         for name in self.program.find_callees(loop):
             cost.add_cost(self.count_computation(name, outer_trips, cheapest))
@@ -204,18 +226,18 @@ class CostCounter:
     def split_by_phase(
         self, key_blocks: Mapping[str, float], rare_phases: Collection[str]
     ) -> "ProgramCosts":
-        """What the program does once, by phase, and each of its loops that runs as often as the
-        data ask for.
+        """Splits the program's cost into phases and data-dependent loops.
 
         Args:
-          key_blocks: by phase, of keys that attention goes through for the longest row.
-          rare_phases: phases in whose loops a branch stands for what seldom happens.
+          key_blocks: number of key blocks that attention reads for the longest row, by phase.
+          rare_phases: phases whose loops take the expensive branch of a conditional only rarely.
+            There, the cheapest branch counts.
         """
         phase_costs: dict[str, Cost] = {}
         loops: list[DynamicLoop] = []
         phase = ""
         for computation, op in self._iterate_flat(self.program.entry):
-            # what the compiler adds says nothing of where it comes from
+            # Instructions that the compiler inserts have no scope, and count for the phase before.
             phase = phase_name(op.scope) or phase
             if op.opcode == "while" and op.trip_count is None:
                 cost = self._count_iteration(op, key_blocks.get(phase, 1.0), phase in rare_phases)
@@ -229,7 +251,7 @@ class CostCounter:
         return ProgramCosts(phase_costs, loops)
 
     def _iterate_flat(self, computation: str) -> Iterator[tuple[str, Instruction]]:
-        """The instructions of a computation; of branches, calls, loops of loops, those inside."""
+        """Yields instructions, descending into conditionals, calls and outer loops."""
         for op in self.program.computations[computation]:
             is_outer_loop = op.opcode == "while" and _OUTER_LOOP.search(op.scope)
             if is_outer_loop or op.opcode in ("conditional", "call"):
@@ -241,7 +263,7 @@ class CostCounter:
     # ---- products
 
     def count_flops(self, computation: str, op: Instruction) -> int:
-        """Operations of the matrix products of one instruction, what it fuses included."""
+        """Counts operations of an instruction's matrix products."""
         operands = self._operand_shapes(computation, op)
         match op.opcode:
             case "dot":
@@ -272,16 +294,21 @@ class CostCounter:
     # ---- bytes
 
     def count_bytes(self, computation: str, op: Instruction) -> int:
-        """Bytes that a kernel reads and writes; of what it slices or updates in place, the part."""
+        """Counts the bytes read and written by a kernel.
+
+        An array that is sliced or updated in place counts with the part that is touched.
+        """
         operands = self._operand_shapes(computation, op)
         if op.opcode in ("fusion", "fusion-start"):
             return sum(self._count_fusion_bytes(name) for name in self.program.find_callees(op))
+        # A slice, or an update, is read once and written once.
         if op.opcode in _SLICE_OPCODES:
             return 2 * op.result_bytes
         if op.opcode in _IN_PLACE_OPCODES:
             return 2 * sum(shape.byte_count for shape in operands[1:])
         if op.opcode == "custom-call" and op.call_target.startswith(ATTENTION_TARGETS):
-            # a pool is read page by page, which its shape does not say
+            # The largest operands are pools of pages. How many pages the kernel reads cannot be
+            # seen in their shapes, so pools are left out.
             pool_bytes = max((shape.byte_count for shape in operands), default=0)
             other_bytes = sum(
                 shape.byte_count for shape in operands if shape.byte_count < pool_bytes
@@ -304,7 +331,7 @@ class CostCounter:
         return byte_count
 
     def _count_read_bytes(self, source: Instruction, users: dict[str, list[Instruction]]) -> int:
-        """Bytes that a fusion reads of one of its parameters."""
+        """Counts the bytes read from a fusion's parameter."""
         return -(
             -source.result_bytes * _count_reads(source, users) // max(_count_elements(source), 1)
         )
@@ -312,11 +339,13 @@ class CostCounter:
     def _count_written_bytes(self, computation: str, root: Instruction) -> int:
         instructions = self.program.instructions_by_name[computation]
         inputs = [instructions[name] for name in root.operands if name in instructions]
+        # A fusion with several outputs has a tuple as its root.
         if root.opcode == "tuple":
             return sum(self._count_written_bytes(computation, op) for op in inputs)
         if root.opcode in _VIEW_OPCODES and inputs:
             return self._count_written_bytes(computation, inputs[0])
         if root.opcode in _IN_PLACE_OPCODES:
+            # Operands: (array, indices, updates) and (array, update, start indices).
             return inputs[-1].result_bytes if root.opcode == "scatter" else inputs[1].result_bytes
         return root.result_bytes
 
@@ -332,17 +361,18 @@ def _count_elements(op: Instruction) -> int:
 
 
 def _count_reads(source: Instruction, users: dict[str, list[Instruction]]) -> int:
-    """Elements of a value that a fusion computes, or reads: those that its users ask for, of which
-    some look at every element where they stand and others at a part."""
+    """Counts the elements that a fusion reads of a value."""
     element_count, read_count = _count_elements(source), 0
     for user in users.get(source.name, []):
         is_first_operand = user.operands[0] == source.name
+        # The other operands of a slice or update (indices, new values) are read in full.
         if user.opcode in _SLICE_OPCODES and is_first_operand:
             read_count += _count_elements(user) if user.is_root else _count_reads(user, users)
         elif user.opcode in (*_VIEW_OPCODES, *_ELEMENTWISE_OPCODES) and not user.is_root:
             read_count += _count_reads(user, users)
         elif user.opcode not in _IN_PLACE_OPCODES or not is_first_operand:
             read_count += element_count
+    # Users may read the same elements.
     return min(element_count, read_count)
 
 
@@ -351,13 +381,19 @@ def _dot_flops(result: Shape, left: Shape, contracted_axes: list[int]) -> int:
 
 
 def _attention_flops(op: Instruction, operands: list[Shape]) -> int:
-    """Of a kernel of causal attention among as many keys as queries, [T N H] and [T M H], of whose
-    products the mask leaves half."""
+    """Counts the operations of a causal attention kernel.
+
+    Queries have shape [T N H], keys and values [T M H], with optional leading batch axes. Returns 0
+    for other kernels.
+    """
     head_arrays = [shape for shape in operands if len(shape.sizes) in (3, 4)][:3]
     if len(head_arrays) < 3 or head_arrays[0].sizes[:-2] != head_arrays[1].sizes[:-2]:
+        # A kernel that reads pages: shapes do not give the number of keys.
         return 0
     *batch_sizes, length, head_count, head_size = head_arrays[0].sizes
+    # The forward pass makes two products: scores, and the weighted sum of values.
     product_count = next(
         (count for name, count in _BACKWARD_PRODUCTS.items() if name in op.scope), 2
     )
+    # Two operations per multiply-add, half of which the causal mask removes.
     return product_count * math.prod(batch_sizes) * head_count * length * length * head_size

@@ -1,4 +1,4 @@
-"""What is found in a compiled step: its costs by phase, and what should not be there."""
+"""Costs of a compiled step, and warnings."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,75 +17,79 @@ from jaxspec.compiled.hardware import Card
 from jaxspec.compiled.text import Instruction, Program
 
 LEARN, SYNC, GENERATE = "train", "prepare", "generate"
-"""Phases of a step, as they are called in its program."""
+"""Names of phases in a compiled step."""
+# Above this, experts must be multiplied with tokens that are not routed to them.
 DENSE_EXPERT_RATIO = 3.0
-"""Products of a micro-batch over those that its tokens need, from which on experts are taken to be
-multiplied with tokens that are not theirs."""
+"""Largest expected ratio of executed to needed products of a micro-batch."""
 
+# Other dtypes are ignored: activations of a micro-batch may happen to have the sizes of a batch.
 ROW_DTYPES = ("s32", "f32", "f64", "pred")
-"""Types of what is recorded of rows; activations of a micro-batch may have the sizes of a batch."""
+"""Dtypes of per-row records, such as tokens, log-probabilities and masks."""
 
 
 class StepExpectation(NamedTuple):
-    """What is known of a step before it is compiled."""
+    """Facts known about a step before compiling."""
 
     mesh: Mapping[str, int]
-    """The axes of the mesh; the first has the data shards, each of which generates by itself."""
+    """Mesh axis sizes. Each shard of the first axis runs its own generation loop."""
     row_axes: tuple[str, ...]
-    """The axes that split rows, over which weights are gathered."""
+    """Mesh axes that shard rows, and over which weights are gathered."""
     vocab_size: int
     row_count: int
-    """Of a batch."""
+    """Rows of a batch."""
     row_length: int
+    """Positions of the longest row."""
     layer_cache_bytes: int
-    """Bytes of a layer's keys on a device, or of its values."""
+    """Bytes of a layer's keys on a device. 0 turns the search for copies off."""
     sync_bytes: int
-    """Bytes of the split weights that a sync makes whole on each device."""
+    """Bytes of sharded weights that a sync gathers on each device."""
     is_paged: bool
+    """Whether keys and values are stored in pages."""
     micro_batch_flops: float
-    """Products that the positions of a micro-batch need of the policy's weights, forward."""
+    """Operations on the policy's weights in a micro-batch's forward pass, per device."""
     has_experts: bool
     trains_draft: bool
+    # The text of a program does not show command buffers.
     uses_command_buffers: bool
-    """Whether generation's loops go into CUDA graphs; the text of a program does not say so."""
+    """Whether generation's loops run inside CUDA graphs."""
     key_blocks: float
-    """Of keys that a round's attention goes through for the longest row."""
+    """Key blocks that a round's attention reads for the longest row."""
 
     @property
     def data_axis(self) -> str:
-        """The name of the axis of the data shards."""
+        """Name of the mesh axis of data shards."""
         return next(iter(self.mesh))
 
 
 class Findings(NamedTuple):
-    """What a program says of a step."""
+    """Results of analyzing a compiled step."""
 
     costs: ProgramCosts
     warnings: list[str]
     sync_moves: float
-    """How often a sync moves each split weight."""
+    """Ratio of the bytes that a sync gathers to those of the sharded weights."""
 
     @property
     def micro_batch_cost(self) -> Cost:
-        """Of learning from one."""
+        """Cost of learning from one micro-batch."""
         loop = self.costs.largest_loop(LEARN)
         return loop.cost if loop else Cost()
 
     @property
     def decode_round_cost(self) -> Cost:
-        """Of all slots."""
+        """Cost of one round over all slots."""
         loop = self.costs.largest_loop(GENERATE, "rounds")
         return loop.cost if loop else Cost()
 
     @property
     def prefill_cost(self) -> Cost:
-        """Of a pass over pieces of prompts."""
+        """Cost of one prefill pass over prompt pieces."""
         loop = self.costs.largest_loop(GENERATE, "prefill")
         return loop.cost if loop else Cost()
 
     @property
     def cost_rows(self) -> dict[str, Cost]:
-        """What a step consists of."""
+        """Costs of a step's parts, by label."""
         phase_costs = self.costs.phase_costs
         return {
             "a micro-batch": self.micro_batch_cost,
@@ -98,14 +102,22 @@ class Findings(NamedTuple):
 
 
 def analyze_step(text: str, expected: StepExpectation, card: Card | None) -> Findings:
-    """Finds it in the text of a compiled step for so many devices of a card, or of another
-    kind."""
+    """Analyzes the text of a compiled step.
+
+    Args:
+      text: the program's HLO.
+      expected: facts about the step.
+      card: card that the program was compiled for, or None for other hardware.
+    """
     program, mesh = Program(text), dict(expected.mesh)
     counter = CostCounter(program, mesh)
+    # Generation seldom takes its expensive branches. Without draft training, a micro-batch never
+    # takes the branch of the draft.
     rare_phases = {GENERATE} if expected.trains_draft else {GENERATE, LEARN}
     costs = counter.split_by_phase({GENERATE: expected.key_blocks}, rare_phases)
     loop = costs.largest_loop(GENERATE, "rounds")
     loop_computations = program.reachable_computations(list(loop.computations)) if loop else set()
+    # Inside a CUDA graph the device evaluates the conditions of loops, not the host.
     if expected.uses_command_buffers:
         for cost in filter(None, (costs.phase_costs.get(GENERATE), loop and loop.cost)):
             cost.loops = 0
@@ -115,9 +127,8 @@ def analyze_step(text: str, expected: StepExpectation, card: Card | None) -> Fin
     for collective, byte_count in sync.bytes_sent.items():
         if _is_weight_gather(collective, expected.row_axes):
             shard_count = math.prod(mesh[axis] for axis in collective.axes)
-            moved_bytes += (
-                byte_count * shard_count / (shard_count - 1)
-            )  # a shard does not send to itself
+            # A device sends the gathered bytes less its own shard, which it already has.
+            moved_bytes += byte_count * shard_count / (shard_count - 1)
     sync_moves = moved_bytes / expected.sync_bytes if expected.sync_bytes else 0.0
     warnings = [
         *_network_warnings(expected, card),
@@ -127,7 +138,7 @@ def analyze_step(text: str, expected: StepExpectation, card: Card | None) -> Fin
     ]
     if sync_moves > 1.05:
         warnings.append(
-            f"sync sends {sync_moves:.2f} times the bytes of the split weights, in the type in"
+            f"sync sends {sync_moves:.2f} times the bytes of the sharded weights, in the dtype in"
             " which generation reads them"
         )
     return Findings(costs, warnings, sync_moves)
@@ -138,8 +149,9 @@ def _is_weight_gather(collective: Collective, row_axes: tuple[str, ...]) -> bool
 
 
 def _move_gathers(update: Cost, sync: Cost, row_axes: tuple[str, ...]) -> None:
-    """Gives a sync the gathers that XLA, which names an array's way to another layout after where
-    the array was made, takes for parts of the update: that itself makes nothing whole."""
+    """Moves weight gathers from update to sync."""
+    # XLA names a resharding after the operation that produced the array. The update itself gathers
+    # no weights, so these gathers belong to the sync that follows.
     for collective in [*update.collectives]:
         if _is_weight_gather(collective, row_axes):
             sync.collectives[collective] += update.collectives.pop(collective)
@@ -147,6 +159,7 @@ def _move_gathers(update: Cost, sync: Cost, row_axes: tuple[str, ...]) -> None:
 
 
 def _network_warnings(expected: StepExpectation, card: Card | None) -> Iterator[str]:
+    # All axes but the first communicate in every layer and need the bandwidth of NVLink.
     peer_count = math.prod(list(expected.mesh.values())[1:])
     axis_names = " x ".join(list(expected.mesh)[1:])
     if card and peer_count > card.domain:
@@ -155,13 +168,13 @@ def _network_warnings(expected: StepExpectation, card: Card | None) -> Iterator[
         )
         yield (
             f"{axis_names} {peer_count} leaves the NVLink domain: {card.kind} has {link_words};"
-            " give less"
+            " use a smaller size"
         )
     elif card and card.domain % peer_count:
         yield (
-            f"{axis_names} {peer_count} stays inside an NVLink domain, of {card.domain}"
-            f" {card.kind}, only where nodes come in segments of {peer_count} GPUs, or of a"
-            " multiple, that lie in one (launch/slurm.sbatch, --segment)"
+            f"{axis_names} {peer_count} stays inside an NVLink domain of {card.domain}"
+            f" {card.kind} only if nodes are allocated in segments of {peer_count} GPUs, or a"
+            " multiple of that, within one domain (launch/slurm.sbatch, --segment)"
         )
 
 
@@ -173,6 +186,8 @@ def _round_warnings(
 ) -> Iterator[str]:
     if loop is None:
         return
+    # Data shards run rounds independently. A collective between them would make all of them wait
+    # for the slowest.
     cross_shard = [
         collective for collective in loop.cost.collectives if expected.data_axis in collective.axes
     ]
@@ -196,18 +211,20 @@ def _round_warnings(
 def _learning_warnings(
     program: Program, costs: ProgramCosts, expected: StepExpectation
 ) -> Iterator[str]:
+    # A micro-batch costs four forward passes: forward, recomputed forward, and a backward of two.
+    # The limit leaves room for a pass that recomputes old logprobs.
     needed_flops, loop = expected.micro_batch_flops, costs.largest_loop(LEARN)
-    # forward, recomputed, and twice backward; and the pass before the update where there is one
     ratio = loop.cost.flops / (4 * needed_flops) if loop and needed_flops else 0.0
     if expected.has_experts and ratio > DENSE_EXPERT_RATIO:
         yield (
-            f"experts are multiplied with tokens that are not theirs: a micro-batch makes"
+            f"experts also process tokens that are not routed to them: a micro-batch makes"
             f" {ratio:.0f} times the products that its tokens need"
         )
     shard_count, replicated_arrays = (
         math.prod(expected.mesh[axis] for axis in expected.row_axes),
         set(),
     )
+    # Arrays of next-token predictions have one position less.
     row_lengths = {expected.row_length, expected.row_length - 1}
     vocab_gathers: set[str] = set()
     for _, op in program.iterate_instructions():
@@ -223,21 +240,23 @@ def _learning_warnings(
             )
     if shard_count > 1 and replicated_arrays:
         yield (
-            f"rows are replicated over the data shards: {_join_some(replicated_arrays)} hold all of"
-            " a batch"
+            f"rows are replicated over the data shards: {_join_some(replicated_arrays)} hold the"
+            " whole batch"
         )
     if vocab_gathers:
         yield f"an all-gather of the whole vocabulary: {_join_some(vocab_gathers)}"
 
 
 def _gather_size(op: Instruction) -> int:
-    """Elements along the axis that an all-gather makes whole."""
+    """Returns the size of the gathered axis of an all-gather."""
     dimension = op.attributes.partition("dimensions={")[2].partition("}")[0]
     axis, sizes = (int(dimension) if dimension.isdecimal() else 0), op.results[-1].sizes
     return sizes[axis] if axis < len(sizes) else 0
 
 
 def _copy_warnings(program: Program, expected: StepExpectation) -> Iterator[str]:
+    # Generation updates its cache in place. A copy as large as a layer's keys means that XLA could
+    # not.
     copies: set[str] = set()
     for name, op in program.iterate_instructions():
         if GENERATE not in op.scope.split("/") or not expected.layer_cache_bytes:
@@ -250,7 +269,7 @@ def _copy_warnings(program: Program, expected: StepExpectation) -> Iterator[str]
 
 
 def _is_copy(program: Program, op: Instruction) -> bool:
-    """Whether an instruction gives what it takes, moved."""
+    """Returns whether an instruction only moves data."""
     if op.opcode in ("copy", "copy-start"):
         return True
     if op.opcode != "fusion":

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs that are not there: what is public of them, and what XLA's compiler is told of one.
+"""Specifications of NVIDIA GPUs to compile for.
 
-With the wheels of JAX's CUDA plugin, and no driver, programs are compiled for them, to be read: the
-extra `check` brings those wheels.
+Compiling needs no GPU and no driver, but the wheels of JAX's CUDA plugin, which the extra `check`
+installs.
 """
 
 import functools
@@ -12,38 +12,45 @@ from jax.experimental import topologies
 
 from jaxspec.inputs.checked import require
 
+# XLA puts loops into command buffers only from CUDA 12.3 on.
 _CUDA_VERSION = "13.0.0"
-"""Of the driver and the runtime: loops go into command buffers from 12.3 on."""
+"""Version of the driver and of the runtime."""
+# Runs let JAX allocate 92 % of the memory by default (`jaxspec/host/job.py`).
 RESERVED_SHARE = 0.08
-"""The share of a device's memory that is not this program's: CUDA's own, and what JAX leaves."""
+"""Fraction of a device's memory that programs cannot use."""
 
 
 class Card(NamedTuple):
-    """A GPU in public figures; sizes in bytes, rates in bytes or operations a second."""
+    """Public specification of a GPU.
+
+    Sizes are in bytes, rates in bytes or operations per second.
+    """
 
     kind: str
-    """As JAX calls the device."""
+    """JAX's `device_kind`."""
     capability: tuple[int, int]
+    """CUDA compute capability."""
     cores: int
-    """Multiprocessors."""
+    """Number of multiprocessors."""
     memory: int
     bandwidth: int
+    """Bandwidth of device memory."""
     cache: int
-    """Of the second level."""
+    """Size of the L2 cache."""
     shared: int
-    """Shared memory of a multiprocessor, of which a block may have all but 1,024."""
+    """Shared memory of a multiprocessor."""
     peak: float
-    """Operations in bfloat16, without sparsity."""
+    """Peak rate of dense bfloat16 products."""
     domain: int
-    """GPUs that NVLink joins; 1: there is none."""
+    """GPUs of an NVLink domain. 1 means no NVLink."""
     link: float
-    """To one of these, one way; without NVLink, over PCIe."""
+    """Bandwidth to a GPU of the domain, one way. PCIe if there is no NVLink."""
     nic: float
-    """To all others, one way."""
+    """Bandwidth to GPUs outside the domain, one way."""
     node: int = 8
-    """GPUs of a machine, at most."""
+    """Maximum number of GPUs in a machine."""
     threads: int = 2048
-    """Of a multiprocessor."""
+    """Threads of a multiprocessor."""
     clock_ghz: float = 1.98
     units: int = 128
     """Float32 units of a multiprocessor."""
@@ -53,11 +60,12 @@ class Card(NamedTuple):
 
     @property
     def usable_memory(self) -> int:
-        """Bytes that a program may take."""
+        """Bytes that programs can use."""
         return int(self.memory * (1 - RESERVED_SHARE))
 
     def to_target_config(self) -> str:
-        """The text of XLA's `GpuTargetConfigProto`."""
+        """Returns the text of XLA's `GpuTargetConfigProto`."""
+        # CUDA reserves 1,024 bytes of shared memory per block.
         return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024
@@ -87,6 +95,7 @@ class Card(NamedTuple):
         """
 
 
+# Figures that several cards have in common.
 _HOPPER = {"capability": (9, 0), "cores": 132, "shared": 233_472, "peak": 989e12}
 _BLACKWELL = {"shared": 233_472, "link": 900e9}
 _AMPERE = {
@@ -103,6 +112,7 @@ _AMPERE = {
 }
 _ADA = {"capability": (8, 9), "shared": 102_400, "domain": 1, "link": 32e9, "threads": 1536}
 _HGX = {"domain": 8, "link": 450e9, "nic": 50e9}
+# Figures come from the makers' data sheets, and from what their drivers report.
 HARDWARE: dict[str, Card] = {
     "a100-40": Card(
         kind="NVIDIA A100-SXM4-40GB", memory=42_331_013_120, bandwidth=1_555_200_000_000, **_AMPERE
@@ -190,38 +200,41 @@ HARDWARE: dict[str, Card] = {
         **_BLACKWELL,
     ),
 }
-"""By the name that `check --hardware` takes: makers' data sheets, and what their drivers say."""
+"""Cards by their name for `check --hardware`."""
 LOCAL_DEVICES = "here"
-"""The name for the devices that JAX finds."""
+"""Name that stands for the devices that JAX finds."""
 
 
 def find_card(name: str) -> Card:
-    """The card of a name.
+    """Finds a card by its `--hardware` name.
 
     Raises:
-      ConfigError: there is none; all names are listed.
+      ConfigError: the name is unknown. The message lists all names.
     """
     require(
         name in HARDWARE,
-        f"--hardware {name} is not known; known are {', '.join([*HARDWARE, LOCAL_DEVICES])}",
+        f"--hardware {name} is unknown; use one of {', '.join([*HARDWARE, LOCAL_DEVICES])}",
     )
     return HARDWARE[name]
 
 
 def default_hardware(device_count: int) -> str:
-    """The hardware that so many devices are taken for where nothing is said: a machine of H200, or
-    a part of GB200 racks."""
+    """Returns the default hardware for a device count.
+
+    This is one machine of H200 if it has enough devices, else racks of GB200.
+    """
     return "h200" if device_count <= HARDWARE["h200"].node else "gb200"
 
 
 def has_cuda_plugin() -> bool:
-    """Whether the plugin's wheels are here."""
+    """Returns whether JAX's CUDA plugin is installed."""
     return any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13))
 
 
 @functools.cache
 def topology_devices(card: Card, count: int) -> tuple[Any, ...]:
-    """So many GPUs of one machine, which are not there."""
+    """Returns devices of absent GPUs, to compile for."""
+    # The topology is written as partitions x hosts of a partition x GPUs of a host.
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=card.to_target_config(), topology=f"1x1x{count}"
     )

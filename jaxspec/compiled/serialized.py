@@ -1,7 +1,7 @@
-"""Compiled programs in a folder, for a machine that has no time to compile them.
+"""Folders of serialized compiled programs.
 
-A manifest beside them says what they were made for. Programs of other versions, or for another
-card, are refused by name; so are files that do not hold any more what was written.
+A manifest records the versions, card, code and sizes that the programs were compiled for. Programs
+for anything else, and damaged files, are refused with the reason.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ from jaxspec.inputs.checked import first_line
 from jaxspec.system.files import atomic_replace, explain_write_errors, write_text_atomic
 
 MANIFEST = "programs.json"
+"""Name of the manifest in a folder of programs."""
 _FORMAT = 1
+# XLA does not promise that a serialized program loads in another version.
 _DISTRIBUTIONS = (
     "jax",
     "jaxlib",
@@ -33,6 +35,7 @@ _DISTRIBUTIONS = (
     "jax-cuda13-pjrt",
 )
 _DAMAGED = (EOFError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+# The exceptions that unpacking and loading of damaged programs was seen to raise.
 _UNREADABLE = (
     *_DAMAGED,
     pickle.UnpicklingError,
@@ -40,27 +43,26 @@ _UNREADABLE = (
     ImportError,
     jax.errors.JaxRuntimeError,
 )
-"""All that unpacking and loading of a program was seen to raise."""
 
 
 class UnusableProgramError(Exception):
-    """A folder or a program in it cannot be used; the message names it, and why."""
+    """A folder or its program cannot be used. The message says why."""
 
 
 class ProgramTarget(NamedTuple):
-    """All that a compiled program depends on, beside its name."""
+    """Everything that a compiled program depends on."""
 
     versions: dict[str, str]
-    """Of JAX, and of its compiler's parts."""
+    """Versions of JAX and its compiler, by distribution."""
     card: str
-    """Kind of device, as JAX calls it."""
+    """JAX's `device_kind`."""
     code: str
     """Digest of this package's code."""
     sizes: dict[str, Any]
-    """Of model and prompts."""
+    """Sizes of model and prompts, by option."""
 
     def list_differences(self, local_target: "ProgramTarget") -> list[str]:
-        """Compares with `local_target`: each difference in words."""
+        """Describes each difference from `local_target`."""
         differences = []
         for name in sorted({*self.versions, *local_target.versions}):
             target_value, local_value = self.versions.get(name), local_target.versions.get(name)
@@ -80,7 +82,7 @@ class ProgramTarget(NamedTuple):
 
 
 def compiler_versions() -> dict[str, str]:
-    """Versions of JAX and its CUDA plugins, as far as they are installed."""
+    """Returns versions of JAX and its installed CUDA plugins."""
     versions = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -91,14 +93,15 @@ def compiler_versions() -> dict[str, str]:
 def serialize_program(program: Any) -> bytes:
     """Serializes a compiled program."""
     components = serialize_executable.serialize(program)
-    # layers that repeat lie too far apart for zlib, whose files are four times as large
+    # The repeated code of layers is too far apart for zlib's window. Its files are four times as
+    # large.
     return lzma.compress(pickle.dumps(components), preset=1)
 
 
 def deserialize_program(content: bytes, devices: Sequence[Any]) -> Any:
-    """Loads a serialized program onto devices, so that it can be called.
+    """Loads a serialized program onto devices.
 
-    Unpickling runs code of the file, as calling a program does: load only what is your own.
+    Unpickling executes code from the file. Load only programs that you trust.
     """
     payload, inputs, outputs = pickle.loads(lzma.decompress(content))
     return serialize_executable.deserialize_and_load(
@@ -107,20 +110,20 @@ def deserialize_program(content: bytes, devices: Sequence[Any]) -> Any:
 
 
 class _Entry(NamedTuple):
-    """A program of the manifest."""
+    """Entry of the manifest for one program."""
 
     file: str
     sha256: str
     bytes: int
     seconds: float
-    """It took to compile."""
+    """Seconds of compilation."""
 
 
 class ProgramFolder:
-    """Serialized programs by name, for one target."""
+    """Folder of serialized programs for one target."""
 
     def __init__(self, folder: Path, target: ProgramTarget, entries: Mapping[str, _Entry]) -> None:
-        """Holds the `entries` of a folder; `open_existing` and `open_writable` make them."""
+        """Takes the entries of a folder. Use `open_existing` or `open_writable` instead."""
         self.folder, self.target = folder, target
         self._entries = dict(entries)
         self._lock = threading.Lock()
@@ -130,7 +133,7 @@ class ProgramFolder:
         """Opens a folder of programs.
 
         Raises:
-          UnusableProgramError: its manifest is missing or damaged, or it was made for another
+          UnusableProgramError: the manifest is missing or damaged, or the programs are for another
             target.
         """
         target, entries = _read_manifest(folder / MANIFEST)
@@ -143,7 +146,10 @@ class ProgramFolder:
 
     @classmethod
     def open_writable(cls, folder: Path, target: ProgramTarget) -> "ProgramFolder":
-        """Opens a folder to write to; keeps programs that were made for the same target."""
+        """Opens a folder to write to.
+
+        Programs for the same target are kept, others are dropped from the manifest.
+        """
         with contextlib.suppress(UnusableProgramError):
             return cls.open_existing(folder, target)
         return cls(folder, target, {})
@@ -156,19 +162,19 @@ class ProgramFolder:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all programs."""
+        """Total size of all programs."""
         return sum(entry.bytes for entry in self._entries.values())
 
     def load_program(self, name: str, devices: Sequence[Any]) -> Any:
         """Loads a program onto devices.
 
         Raises:
-          UnusableProgramError: its file is missing, damaged, or is refused by the runtime.
+          UnusableProgramError: its file is missing or damaged, or the runtime refuses it.
         """
         return self._read_entry(name, lambda content: deserialize_program(content, devices))
 
     def is_intact(self, name: str) -> bool:
-        """Whether the program's file holds what was written."""
+        """Returns whether a program's file is undamaged."""
         if name not in self:
             return False
         try:
@@ -178,13 +184,13 @@ class ProgramFolder:
         return True
 
     def save_program(self, name: str, program: Any, seconds: float) -> int:
-        """Writes a program and the manifest; returns the program's bytes."""
+        """Writes a program and the manifest. Returns the size of the program."""
         content = serialize_program(program)
         file = self.folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.program"
         with atomic_replace(file) as temporary_file:
             temporary_file.write_bytes(content)
         entry = _Entry(file.name, hashlib.sha256(content).hexdigest(), len(content), seconds)
-        # programs are compiled by several threads
+        # Several threads compile and save programs.
         with self._lock:
             self._entries[name] = entry
             programs = {name: entry._asdict() for name, entry in self._entries.items()}
@@ -203,10 +209,11 @@ class ProgramFolder:
             raise UnusableProgramError(
                 f"{file} cannot be read ({error.strerror}): {_FALLBACK}"
             ) from error
+        # Checked before unpickling, which executes code from the file.
         if hashlib.sha256(content).hexdigest() != entry.sha256:
             raise UnusableProgramError(
-                f"{file} is damaged ({len(content):,} bytes whose digest is not the manifest's,"
-                f" of {entry.bytes:,} bytes): {_FALLBACK}"
+                f"{file} is damaged ({len(content):,} bytes; the manifest lists {entry.bytes:,}"
+                f" bytes with another digest): {_FALLBACK}"
             )
         try:
             return load_content(content)
@@ -241,6 +248,7 @@ def _read_manifest(file: Path) -> tuple[ProgramTarget, dict[str, _Entry]]:
             name: _Entry(**{field: entry[field] for field in _Entry._fields})
             for name, entry in content["programs"].items()
         }
+        # A manifest must not make the program read, and execute, a file of another folder.
         foreign_files = [
             entry.file for entry in entries.values() if Path(entry.file).name != entry.file
         ]
@@ -256,11 +264,12 @@ def _read_manifest(file: Path) -> tuple[ProgramTarget, dict[str, _Entry]]:
 
 
 def require_writable(folder: Path) -> None:
-    """Makes a folder and checks that files can be written to it.
+    """Creates a folder and checks that it is writable.
 
     Raises:
       SaveError: the operating system refuses, with its reason.
     """
+    # Compiling takes minutes, so a folder that cannot be written to is reported first.
     with explain_write_errors(f"--prepare {folder} cannot be written to", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         test_file = folder / ".trial"

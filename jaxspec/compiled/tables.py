@@ -1,4 +1,4 @@
-"""Costs as tables for people, and as plain values for programs."""
+"""Costs as terminal tables and as JSON values."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ from jaxspec.system.progress import format_number
 
 
 def iterate_collectives(cost: Cost) -> Iterator[tuple[Collective, float, float]]:
-    """Its collectives, each with how many there are and the bytes that each device sends."""
+    """Yields collectives with count and bytes sent."""
     for collective in sorted(cost.collectives):
         yield collective, cost.collectives[collective], cost.bytes_sent[collective]
 
 
 def cost_to_json(cost: Cost) -> dict[str, Any]:
-    """A cost as plain values."""
+    """Converts a cost to JSON values."""
     return {
         "flops": cost.flops,
         "bytes": cost.bytes,
@@ -38,13 +38,16 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
 
 
 def build_work_table(costs: Mapping[str, Cost], card: Card | None) -> Table:
-    """What each part of a step computes and moves on each device, and how long that takes a card
-    at least."""
+    """Builds the table of work per device.
+
+    The last column is a lower bound in milliseconds, which needs a known card.
+    """
     table = Table(
-        *("on each device", "TFLOP", "GB", "kernels", "loops of the host", "ms at least"),
+        *("on each device", "TFLOP", "GB", "kernels", "host loops", "ms at least"),
         box=box.SIMPLE,
     )
     for name, cost in costs.items():
+        # Products and memory traffic may overlap completely, so the slower one is the bound.
         least_seconds = (
             max(cost.flops / card.peak, cost.bytes / card.bandwidth) if card else math.nan
         )
@@ -54,7 +57,7 @@ def build_work_table(costs: Mapping[str, Cost], card: Card | None) -> Table:
 
 
 def build_collectives_table(costs: Mapping[str, Cost]) -> Table:
-    """What goes between devices in each part of a step."""
+    """Builds the table of communication between devices."""
     table = Table("between devices", "kind", "over", "count", "MB sent", box=box.SIMPLE)
     for name, cost in costs.items():
         for collective, count, byte_count in iterate_collectives(cost):

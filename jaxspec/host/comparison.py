@@ -13,7 +13,7 @@ from jaxspec.state import Drafter, Prompts, TrainState
 from jaxspec.step import Step
 
 
-class Comparison(NamedTuple):
+class SpeedComparison(NamedTuple):
     """Plain and speculative decoding of the same rows."""
 
     rows: int
@@ -28,7 +28,7 @@ class Comparison(NamedTuple):
 
 def compare_decoding(
     step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0
-) -> Comparison:
+) -> SpeedComparison:
     """Times generation of the same prompts with and without the draft, in turn; medians, and target
     passes a sequence.
 
@@ -63,7 +63,7 @@ def compare_decoding(
         axis=0,
     )
     rows = int(prompts.tokens.shape[0]) * step.generator.settings.group_size
-    return Comparison(
+    return SpeedComparison(
         rows=rows,
         plain_passes=passes[0] / rows,
         spec_passes=passes[1] / rows,

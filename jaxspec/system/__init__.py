@@ -1,1 +1,1 @@
-"""What a program has of its machine: files, processes, signals, the terminal."""
+"""Files, signals, the terminal and the output of a run."""

@@ -1,4 +1,4 @@
-"""What a batch's metrics should make somebody look at, in words; nothing where all is well."""
+"""Warnings about the metrics of a run."""
 
 import re
 from collections import deque
@@ -7,23 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 PATIENCE = 10
-"""Batches in a row that must show a sign before it is reported."""
+"""Consecutive batches that must show a sign before it is reported."""
 FALL_PATIENCE = 3
-"""Evaluations in a row that must each be lower than the one before."""
+"""Consecutive evaluations that must fall before it is reported."""
+# Half the spacing of float32 numbers at 0.02, a usual weight, is about 1e-9. An update of AdamW or
+# Muon is about as large as the learning rate.
 NEGLIGIBLE_RATE = 1e-9
-"""Learning rates below this leave float32 weights as they are: half the spacing of numbers at the
-usual weight, 0.02, is larger, and an update of AdamW or Muon is about as large as its rate."""
+"""Learning rate below which float32 weights do not change."""
+# Entropy has collapsed if it is below both.
 ENTROPY, ENTROPY_SHARE = 0.1, 0.1
-"""An entropy has collapsed if it is below so many nats, and below this share of the first."""
+"""Limits in nats per token, and as a fraction of the first batches' entropy."""
 LENGTH_SHARE = 0.2
-"""Responses have collapsed if they are shorter than this share of the first, for less reward."""
+"""Limit of collapsed length, as a fraction of the first batches' length."""
 _EVALUATION = re.compile(r"eval/(\S+/avg@\d+)")
 
 
 def logprob_gap_warning(record: Mapping[str, Any], limit: float) -> str:
-    """Recorded logprobs that are, from this batch on, too far from the learner's to be reused."""
+    """Warns if recorded logprobs differ from the learner's.
+
+    Returns "" if the difference is within the limit, or if old logprobs are already recomputed.
+    """
     factor = record.get("rollout/probability_factor", 0.0)
-    if not factor > limit or record["learner/recompute"]:  # also where it is no number
+    # Negated so that NaN gives no warning. Recomputation, once turned on, stays on.
+    if not factor > limit or record["learner/recompute"]:
         return ""
     return (
         f"warning: batch {record['step']}: probabilities that generation recorded differ from the"
@@ -33,8 +39,14 @@ def logprob_gap_warning(record: Mapping[str, Any], limit: float) -> str:
 
 
 def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: float) -> str:
-    """A draft that is suddenly accepted less, by more than a share of the acceptance length
-    `baseline`: nothing else would show it but seconds."""
+    """Warns if the acceptance length drops suddenly.
+
+    Args:
+      record: metrics of a batch.
+      baseline: acceptance length of the batch before.
+      max_drop: fraction of `baseline` that it may drop by.
+    """
+    # Decoding stays lossless with a bad draft, so only speed would show the drop.
     acceptance_length = record.get("rollout/acceptance_length", 0.0)
     if acceptance_length >= baseline * (1 - max_drop):
         return ""
@@ -50,42 +62,42 @@ def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: flo
 
 
 def short_batch_warning(record: Mapping[str, Any], prompt_count: int) -> str:
-    """A batch that all its rollouts did not fill."""
+    """Warns about a batch that dynamic sampling left short."""
     group_count = record.get("dynamic_sampling/groups", prompt_count)
     if group_count >= prompt_count:
         return ""
     return (
         f"warning: batch {record['step']}: {record['dynamic_sampling/rollouts']} rollouts have only"
-        f" {group_count:g} groups whose rewards differ, of the {prompt_count} of a batch, and the"
-        " policy learns from these alone;"
-        " --dynamic_sampling.max_batches lets it look further, other problems or a larger"
-        " --batch.group_size find more"
+        f" {group_count:g} groups whose rewards differ, of the {prompt_count} of a batch. The"
+        " policy learns from these groups only. A higher --dynamic_sampling.max_batches samples"
+        " more rollouts; other problems or a larger --batch.group_size give more such groups"
     )
 
 
 @dataclass
 class Streak:
-    """A sign in consecutive batches or evaluations."""
+    """Consecutive batches or evaluations that show a sign."""
 
     patience: int
+    """Length from which the streak is reported."""
     count: int = 0
     first_step: int = 0
     last_step: int = 0
     text: str = ""
 
     def __str__(self) -> str:
-        """Where it was, and what it says."""
+        """Formats the range of batches and the text."""
         if self.first_step == self.last_step:
             return f"batch {self.first_step}: {self.text}"
         return f"batches {self.first_step} to {self.last_step}: {self.text}"
 
 
 class StallWatch:
-    """Notices that a run cannot learn, from its batches' lines.
+    """Detects from metrics that a run cannot learn.
 
     Args:
-      by_group: whether an answer is compared with others to its prompt alone.
-      learning_rate: the largest of the run.
+      by_group: whether advantages compare an answer with the others of its group.
+      learning_rate: largest learning rate of the run.
     """
 
     def __init__(self, by_group: bool, learning_rate: float) -> None:
@@ -96,12 +108,12 @@ class StallWatch:
         self._first_records: list[Mapping[str, Any]] = []
         self._recent_records: deque[Mapping[str, Any]] = deque(maxlen=PATIENCE)
         self._falling_values: dict[str, list[float]] = {}
-        """Values of each metric since it last rose."""
+        """Values of each evaluation metric since it last rose."""
 
     def add_record(self, record: Mapping[str, Any]) -> list[str]:
-        """Adds the next batch; returns the warnings that are due.
+        """Adds the next batch and returns due warnings.
 
-        A sign is reported when it has lasted for its patience, then twice as long, and so on.
+        A sign is reported when its streak reaches its patience, and again at each doubling.
         """
         self._record_count += 1
         if len(self._first_records) < PATIENCE:
@@ -113,7 +125,8 @@ class StallWatch:
         return [f"warning: {streak}" for streak in due]
 
     def lasting_signs(self) -> list[str]:
-        """Every sign that lasted; in a short run also one that every batch has shown."""
+        """Returns all signs that lasted."""
+        # In a run shorter than the patience, a sign of every batch counts as lasting.
         streaks = [*self._finished_streaks, *self._open_streaks.values()]
         return [
             str(streak)
@@ -122,7 +135,10 @@ class StallWatch:
         ]
 
     def _extend_streaks(self, signs: dict[str, str], step: int, patience: int) -> list[Streak]:
-        """Continues the spells of `signs`, ends those without a text, and returns the due ones."""
+        """Updates streaks and returns the due ones.
+
+        A sign with an empty text ends its streak. A sign that is absent leaves its streak as it is.
+        """
         due = []
         for name, text in signs.items():
             streak = self._open_streaks.get(name)
@@ -135,26 +151,29 @@ class StallWatch:
             if streak is None:
                 streak = self._open_streaks[name] = Streak(patience, first_step=step)
             streak.count, streak.last_step, streak.text = streak.count + 1, step, text
+            # Due at 1, 2, 4, ... times the patience: n & (n - 1) is 0 for powers of two only.
             multiple, remainder = divmod(streak.count, patience)
             if not remainder and multiple & (multiple - 1) == 0:
                 due.append(streak)
         return due
 
     def _rate_signs(self) -> dict[str, str]:
-        """A learning rate that changes nothing."""
+        """Checks for a negligible learning rate."""
         text = (
-            f"the learning rate is at most {self._learning_rate:.3g}, which leaves float32 weights"
-            " as they are; see --optimizer.learning_rate and --optimizer.warmup_steps"
+            f"the learning rate is at most {self._learning_rate:.3g}, too small to change float32"
+            " weights; see --optimizer.learning_rate and --optimizer.warmup_steps"
         )
         return {"rate": text if self._learning_rate < NEGLIGIBLE_RATE else ""}
 
     def _reward_signs(self, record: Mapping[str, Any]) -> dict[str, str]:
-        """Rewards that do not tell answers apart; nothing is said of a batch without any."""
+        """Checks for rewards that do not distinguish answers."""
         mean, std = record.get("reward/mean"), record.get("reward/std")
+        # A batch without rewards (None or NaN) neither continues nor ends a streak.
         if mean is None or mean != mean:
             return {}
         all_equal, groups_equal = std == 0, record.get("reward/frac_zero_std") == 1
         cause = _explain_equal_rewards(record)
+        # Equal rewards of the whole batch imply equal rewards in each group: only one is reported.
         return {
             "equal": f"all rewards are {mean:.3g}, so that no answer is better than another."
             f" {cause}"
@@ -167,7 +186,8 @@ class StallWatch:
         }
 
     def _collapse_signs(self) -> dict[str, str]:
-        """Entropy or length that is far below that of the first batches."""
+        """Checks for a collapse of entropy or length."""
+        # The first and the recent batches must not overlap.
         if self._record_count < 2 * PATIENCE:
             return {}
         metric_names = "entropy", "rollout/length_mean", "reward/mean"
@@ -182,6 +202,7 @@ class StallWatch:
         is_short = (
             recent_means["rollout/length_mean"] < LENGTH_SHARE * first_means["rollout/length_mean"]
         )
+        # Shorter responses that earn more reward are a success.
         has_no_gain = recent_means["reward/mean"] <= first_means["reward/mean"]
         return {
             "entropy": f"entropy has collapsed, from {first_means['entropy']:.3g} to"
@@ -200,12 +221,13 @@ class StallWatch:
         }
 
     def _evaluation_signs(self, record: Mapping[str, Any]) -> dict[str, str]:
-        """Shares of correct held-out answers that are lower than the time before."""
+        """Checks for scores of evaluations that are falling."""
         signs = {}
         for name, value in record.items():
             match = _EVALUATION.fullmatch(name)
             if match is None or value is None or value != value:
                 continue
+            # An equal or higher score starts a new series.
             series = self._falling_values.setdefault(name, [])
             if not series or value >= series[-1]:
                 series.clear()
@@ -221,7 +243,7 @@ class StallWatch:
 
 
 def _mean_metric(records: Any, name: str) -> float:
-    """Of the lines that have a number; NaN if none has."""
+    """Averages a metric over records. NaN if none has it."""
     values = [
         value for record in records if (value := record.get(name)) is not None and value == value
     ]
@@ -229,13 +251,13 @@ def _mean_metric(records: Any, name: str) -> float:
 
 
 def _explain_equal_rewards(record: Mapping[str, Any]) -> str:
-    """The likeliest reason why rewards are alike, with its remedy."""
+    """Names the likeliest reason for equal rewards."""
     row_count = sum(record.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
     if record.get("reward/no_answer", 0) > 0.5:
         cut_share = record.get("status/length", 0) / max(row_count, 1)
         return (
-            f"No answer was found in {record['reward/no_answer']:.0%} of the responses, of which"
-            f" {cut_share:.0%} were cut: see --data.answer_style, --data.instruction,"
+            f"No answer was found in {record['reward/no_answer']:.0%} of the responses"
+            f" ({cut_share:.0%} were cut): see --data.answer_style, --data.instruction,"
             " --rollout.max_new_tokens and samples.jsonl"
         )
     if record.get("reward/correct", 0) > 0.5:

@@ -1,4 +1,4 @@
-"""What a program does before the imports that take seconds."""
+"""Preparation of a process before slow imports."""
 
 import signal
 import sys
@@ -9,20 +9,26 @@ from jaxspec.system.version import refuse_namesake
 
 
 def prepare_process() -> None:
-    """From here on a signal ends the process with one line; so does an environment that JAX cannot
-    read, or another package in this one."""
+    """Handles signals and checks the environment.
+
+    From here on a signal ends the process with a one-line message. So does an environment variable
+    that JAX cannot read, or another distribution installed over this package.
+    """
     for signal_number in stop_signals():
         signal.signal(signal_number, exit_immediately)
     try:
-        refuse_namesake()  # its modules would be imported instead of ours
+        # Must come first: the namesake's modules would be imported instead of this package's.
+        refuse_namesake()
+        # JAX reads its environment variables on import.
         import jax  # noqa: F401
     except ConfigError as error:
         _exit_with_error(str(error))
     except ValueError as error:
+        # JAX names the variable in its message. Any other ValueError is a bug.
         if "JAX" not in str(error):
             raise
         _exit_with_error(
-            f"{error}; set the environment variable of that name (in capitals) right, or unset it"
+            f"{error}; correct or unset the environment variable of that name (in capitals)"
         )
 
 

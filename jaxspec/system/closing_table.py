@@ -1,4 +1,4 @@
-"""What a run achieved, told at its end from its metrics: a table, and why there is no result."""
+"""Closing table of a run."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +14,16 @@ _REWARD, _EVALUATION = "reward/mean", re.compile(r"eval/(\S+/avg@\d+)")
 
 
 def describe_missing_batches(records: Sequence[Mapping[str, Any]], batch_count: int) -> str:
-    """Which of a run's first `batch_count` batches have no line of metrics; empty where all have
-    one."""
+    """Describes which batches lack metrics.
+
+    Returns "" if all of the first `batch_count` batches have a line.
+    """
     missing_batches = sorted(set(range(batch_count)) - {record["step"] for record in records})
     listing = ", ".join(map(str, missing_batches[:5])) + (
         f" and {len(missing_batches) - 5} more" if len(missing_batches) > 5 else ""
     )
     return (
-        f"metrics.jsonl has no line for batch {listing}, which were made: the closing table is of"
-        " the others"
+        f"metrics.jsonl has no line for batch {listing}: the closing table covers the other batches"
         if missing_batches
         else ""
     )
@@ -33,15 +34,17 @@ def build_closing_table(
     summary: Mapping[str, float | int],
     signs: Sequence[str] = (),
 ) -> Table:
-    """Returns what a run achieved, for rich to print; rows whose numbers were not measured are left
-    out.
+    """Builds the closing table of a run.
 
-    A batch or an evaluation that has no number counts, as `none`.
+    Rows without measured numbers are left out. A batch or an evaluation without a number counts as
+    `none`.
 
-    `records` are those of `read_metrics`. `summary` compares plain and speculative decoding of the
-    same `rows`: target passes a sequence (`plain/passes`, `spec/passes`), seconds (`plain/seconds`,
-    `spec/seconds`) and what a round costs in plain steps (`round_cost`). `signs` say that the run
-    could not learn.
+    Args:
+      records: metrics of all batches, from `read_metrics`.
+      summary: comparison of plain and speculative decoding of the same `rows`. It has target passes
+        per sequence (`plain/passes`, `spec/passes`), seconds (`plain/seconds`, `spec/seconds`) and
+        the cost of a round in plain steps (`round_cost`).
+      signs: signs that the run could not learn.
     """
     table = Table(
         box=box.SIMPLE, show_header=False, title=f"{len(records)} batches", title_justify="left"
@@ -60,6 +63,7 @@ def build_closing_table(
         "the whole step": "rollout/tokens_per_s",
         "generation alone": "rollout/generation_tokens_per_s",
     }
+    # The median ignores a few slow batches, such as the first.
     medians = {
         basis: sorted(values)[len(values) // 2]
         for basis, name in rate_metrics.items()
@@ -97,10 +101,10 @@ def build_closing_table(
 
 
 def _summary_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Rows of the table: how rewards, acceptance and the evaluation went, and how many rows have no
-    part in that."""
+    """Yields rows for rewards, acceptance, failures and evaluations."""
     for title, name in (("reward", _REWARD), ("acceptance_length", "rollout/acceptance_length")):
         if values := [record[name] for record in records if name in record]:
+            # Single batches are noisy, so tenths of the run are compared.
             tenth = max(1, len(values) // 10)
             sample_note = f"first and last {tenth} of {len(values)}{_missing_note(values)}"
             yield (
@@ -125,7 +129,7 @@ def _summary_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, s
 
 
 def _evaluation_series(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Shares of correct answers, by set and number of answers."""
+    """Collects the values of each evaluation metric."""
     series: dict[str, list[float | None]] = {}
     for record in records:
         for name, value in record.items():
@@ -135,26 +139,29 @@ def _evaluation_series(records: Sequence[Mapping[str, Any]]) -> dict[str, list[f
 
 
 def _count_rows(record: Mapping[str, Any]) -> float | int:
-    """Rows of a batch, however they ended."""
+    """Counts the rows of a batch."""
     return sum(record.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
 
 
 def _format_mean(values: Sequence[float | None]) -> str:
-    """Of those that are numbers."""
+    """Formats the mean without missing numbers."""
     numbers = [value for value in values if value is not None]
     return f"{sum(numbers) / len(numbers):.2f}" if numbers else "none"
 
 
 def _missing_note(values: Sequence[float | None]) -> str:
-    """How many are no numbers, to be put behind their count."""
+    """Formats the count of missing numbers."""
     missing_count = sum(value is None for value in values)
     return f", {missing_count} without a number" if missing_count else ""
 
 
 def explain_missing_result(records: Sequence[Mapping[str, Any]]) -> str:
-    """Why a run that made all its batches has no result: its last batch or its last evaluation has
-    no number; empty where both have one."""
+    """Explains why a complete run has no result.
+
+    This is so if its last batch or its last evaluation has no number. Returns "" otherwise.
+    """
     reasons = []
+    # None stands for NaN in metrics.jsonl. A metric that is absent was not measured.
     if records and records[-1].get(_REWARD, 0) is None:
         failed_rows = (
             f"{records[-1].get('status/failed', 0):.0f} of its {_count_rows(records[-1]):.0f} rows"

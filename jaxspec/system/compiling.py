@@ -1,4 +1,4 @@
-"""Shows that a program is being compiled, once that takes long."""
+"""Progress display for slow compilations."""
 
 import contextlib
 import json
@@ -21,10 +21,11 @@ from jaxspec.system.files import SaveError, atomic_replace
 from jaxspec.system.progress import Screen
 
 QUIET_SECONDS = 10.0
-"""A program that is there by then is not spoken of."""
+"""Seconds of compilation before anything is shown."""
 LINE_SECONDS = 30.0
-"""Between two lines where there is no terminal."""
+"""Seconds between two lines if there is no terminal."""
 _BAR_SECONDS = 0.5
+"""Seconds between two updates of the bar."""
 _TITLES = {
     "train_step": "the step",
     "learn": "learning",
@@ -36,25 +37,32 @@ _TITLES = {
     "one_round": "a round",
     "measure": "metrics",
 }
-"""What people call functions."""
+"""Names of compiled functions for users."""
 
 LinePrinter = Callable[[str], Any]
-"""Shows a line to people."""
+"""Function that shows a line to the user."""
 
 
 class CompileProgress:
-    """Shows which program is compiled, for how long so far, and how long the last one took.
+    """Shows the elapsed time of a compilation.
 
-    A bar in a terminal, else a line now and then. Processes other than 0 are silent.
+    Draws a bar in a terminal, and prints lines elsewhere. Both show the time of the previous
+    compilation. Processes other than 0 are silent.
     """
 
     def __init__(self, title: str, file: Path, print_line: LinePrinter | None = None) -> None:
-        """Seconds are kept in `file`. Lines go to `print_line`, if it is given."""
+        """Prepares the display.
+
+        Args:
+          title: name of the program.
+          file: file that stores the seconds of the last compilation.
+          print_line: receives lines instead of the terminal, if given.
+        """
         self._title, self._file, self._print_line = title, file, print_line
-        # what a program prints for others to read is on the standard output
+        # Standard output is for the results of a program.
         self._console = Screen(quiet=jax.process_index() != 0, stderr=True)
         self._stop_event = threading.Event()
-        # The compiler does not return before it is done, so that only a thread can speak meanwhile.
+        # The compiler blocks the calling thread until it is done.
         self._thread = threading.Thread(
             target=self._show_progress, name="compile progress", daemon=True
         )
@@ -71,14 +79,16 @@ class CompileProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Takes the bar down, and keeps the seconds of a program that took long."""
+        """Removes the bar and stores the seconds."""
         seconds = self._elapsed_seconds()
         self._stop_event.set()
         if jax.process_index() != 0:
             return
         self._thread.join()
-        # less is never shown, and a program from the cache must not count as compiled
+        # Shorter times are never shown. A program from the compilation cache takes less, and must
+        # not replace the time of a real compilation.
         if error_type is None and seconds >= QUIET_SECONDS:
+            # The time is only informative, so a failure to store it is ignored.
             with (
                 contextlib.suppress(SaveError),
                 atomic_replace(self._file, "", shared=True) as temporary_file,
@@ -90,7 +100,7 @@ class CompileProgress:
         return time.monotonic() - self._start_time
 
     def _show_progress(self) -> None:
-        """Waits, and shows what there is to show until the program is there."""
+        """Shows progress until the program is compiled."""
         if self._stop_event.wait(QUIET_SECONDS):
             return
         previous_seconds = _load_previous_seconds(self._file)
@@ -112,7 +122,7 @@ class CompileProgress:
             BarColumn(24),
             TextColumn("{task.fields[numbers]}"),
         )
-        # without a number to wait for, the bar only moves to and fro
+        # Without a previous time there is no total, and rich shows an indeterminate bar.
         with Bar(*columns, console=self._console, transient=True) as bar:
             task = bar.add_task(f"compiling {self._title}", total=previous_seconds, numbers="")
             while not self._stop_event.wait(_BAR_SECONDS):
@@ -132,8 +142,12 @@ class CompileProgress:
 
 
 def first_start_notice(has_accelerator: bool) -> str:
-    """A line on what to expect of a first start; empty if an earlier one has kept programs."""
-    folder = getattr(jax.config, "jax_compilation_cache_dir", None)  # made at import
+    """Returns a notice about the first compilation.
+
+    It is "" if the compilation cache has programs.
+    """
+    # The type checker does not see options of `jax.config`, which are created at import.
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     if folder and Path(folder).is_dir() and any(Path(folder).iterdir()):
         return ""
     usual_time = (
@@ -154,10 +168,15 @@ def track_compilation(
     folder: Path,
     print_line: LinePrinter | None = None,
 ) -> CompileProgress:
-    """Returns what shows the compiling of a function for some arguments.
+    """Returns a progress display for compiling a function.
 
-    Seconds are kept in a folder, by the function, the devices, and about how many bytes the
-    arguments have: programs of models of different sizes are different kinds.
+    Seconds are stored in `folder`, by function, devices, and approximate bytes of the arguments.
+
+    Args:
+      function: function to compile.
+      arguments: its arguments, or their shapes.
+      folder: folder of stored seconds.
+      print_line: receives lines instead of the terminal, if given.
     """
     leaves = jax.tree.leaves(arguments)
     byte_count = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -167,13 +186,14 @@ def track_compilation(
     largest_set = max(device_sets, key=len, default=frozenset())
     device_kind = next(iter(largest_set)).device_kind if largest_set else "unknown"
     name = getattr(function, "__name__", "program").strip("<>_")
+    # The power of two of the bytes distinguishes models of different sizes, but not small changes.
     label = f"{name} {len(largest_set)} {device_kind} {int(byte_count).bit_length()}"
     file = folder / f"{re.sub('[^A-Za-z0-9_]+', '-', label)}.json"
     return CompileProgress(_TITLES.get(name, name.replace("_", " ")), file, print_line)
 
 
 def _load_previous_seconds(file: Path) -> float | None:
-    """Seconds that a file holds. None: none that can be believed."""
+    """Reads the seconds of the last compilation. None if absent or invalid."""
     try:
         seconds = float(parse_json(file.read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,5 +1,4 @@
-"""What every file of a run or of the cache goes through: written whole or not at all, locked,
-digested, and named when it fails."""
+"""Files of runs and of the cache: atomic writes, locks, digests and errors."""
 
 import contextlib
 import datetime
@@ -17,18 +16,18 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.json_keys import format_value
 
 MISSING_FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""What is raised where there is no such file."""
+"""Errors that mean that there is no such file."""
 
 
 class SaveError(ConfigError):
-    """Something could not be written to disk; what was saved before is intact."""
+    """A file could not be written. Earlier files are intact."""
 
 
 class DamagedFileError(ConfigError):
-    """A file that was written here does not hold any more what was written: `problem` is wrong, and
-    what can be done about it."""
+    """A file's content has changed since it was written."""
 
     def __init__(self, problem: str, remedy: str) -> None:
+        """Takes the problem and its remedy."""
         super().__init__(f"{problem}; {remedy}")
         self.problem = problem
 
@@ -37,8 +36,10 @@ class DamagedFileError(ConfigError):
 def explain_write_errors(
     problem: str, remedy: str, error_type: type[ConfigError] = SaveError
 ) -> Iterator[None]:
-    """Turns what the operating system refuses into one message: what cannot be done, why, and the
-    remedy."""
+    """Turns an OSError into `error_type`.
+
+    The message has the problem, the reason of the operating system, and the remedy.
+    """
     try:
         yield
     except OSError as error:
@@ -47,14 +48,16 @@ def explain_write_errors(
 
 @contextlib.contextmanager
 def explain_read_errors(file: Path) -> Iterator[None]:
-    """Turns into ConfigError what the operating system refuses, for want of a right, say; what an
-    absent or damaged file raises stays."""
+    """Turns an OSError of reading into ConfigError.
+
+    An example is a missing permission. Errors of an absent or damaged file are not changed.
+    """
     try:
         yield
     except MISSING_FILE_ERRORS:
         raise
     except OSError as error:
-        # such as a jump before the beginning, where a damaged archive says so
+        # Raised for damaged content, such as an archive whose offsets lie before its beginning.
         if error.errno in (None, errno.EINVAL):
             raise
         raise ConfigError(
@@ -69,14 +72,20 @@ def atomic_replace(
     *,
     shared: bool = False,
 ) -> Iterator[Path]:
-    """Gives a path to write to, which in the end takes the place of `file`: that is complete or as
-    it was before.
+    """Yields a temporary path that then replaces `file`.
 
-    Its folder is made if it is absent. One process at a time may do so, unless it is `shared`.
+    It is renamed when the context ends. If an error leaves the context, `file` stays as it was. A
+    missing folder is created.
+
+    Args:
+      file: file to write.
+      remedy: advice for the error message.
+      shared: whether several processes may write the file at once.
 
     Raises:
       SaveError: the file cannot be written.
     """
+    # Processes of several machines may share the folder, so a process id alone is not unique.
     temporary_file = file.with_name(
         f"{file.name}.{f'{os.uname().nodename}-{os.getpid()}.' * shared}tmp"
     )
@@ -85,6 +94,7 @@ def atomic_replace(
         try:
             yield temporary_file
             temporary_file.replace(file)
+        # Also after KeyboardInterrupt, no temporary file should remain.
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary_file.unlink()
@@ -92,13 +102,14 @@ def atomic_replace(
 
 
 def write_text_atomic(file: Path, text: str) -> None:
-    """Writes a text file as `atomic_replace` does."""
+    """Writes a text file atomically."""
     with atomic_replace(file) as temporary_file:
         temporary_file.write_text(text, encoding="utf-8")
 
 
 def remove_path(path: Path) -> None:
-    """Removes what is at a path: a file, a link, or a folder with all that is in it."""
+    """Removes a file, link, or folder with content."""
+    # A link to a folder is removed itself, not the folder that it points to.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -106,18 +117,20 @@ def remove_path(path: Path) -> None:
 
 
 def hash_file(file: Path) -> str:
-    """The SHA-256 of a file's content, read piece by piece; "-" where there is no such file.
+    """Returns the SHA-256 of a file's content.
+
+    It is "-" if the file does not exist.
 
     Raises:
-      ConfigError: it cannot be read, or it is something that would never end, such as a pipe or a
-        device.
+      ConfigError: the file cannot be read, or is a pipe or a device.
     """
     try:
         with explain_read_errors(file):
+            # Reading a pipe or a device might never end. A folder raises IsADirectoryError below.
             mode = file.stat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise ConfigError(
-                    f"{file} is not a regular file; copy what it gives to one, and name that"
+                    f"{file} is not a regular file; copy its content to a regular file and name it"
                 )
             with file.open("rb") as stream:
                 return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -126,10 +139,10 @@ def hash_file(file: Path) -> str:
 
 
 def expand_user_path(path: str | Path, setting: str) -> Path:
-    """An absolute path, with `~` and `~USER` as home directories.
+    """Returns an absolute path with `~` expanded.
 
     Raises:
-      ConfigError: there is no such home; the `setting` is named.
+      ConfigError: the home directory is unknown. The message names the `setting`.
     """
     try:
         return Path(path).expanduser().absolute()
@@ -137,13 +150,17 @@ def expand_user_path(path: str | Path, setting: str) -> Path:
         home = Path(path).parts[0]
         raise ConfigError(
             f"{setting} is {format_value(str(path))}, and no home directory of {home} is known"
-            " here; give the whole path"
+            " here; give the full path"
         ) from error
 
 
 def lock_file(path: Path, *, wait: bool) -> TextIO | None:
-    """Opens a file and locks it; closing it, or the death of the process, unlocks. None if it is
-    locked already, unless `wait`."""
+    """Opens and locks a file.
+
+    It is locked until it is closed or the process ends. Returns None if it is locked already,
+    unless `wait`.
+    """
+    # Mode "a+" creates the file without clearing what its owner has written.
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -154,5 +171,5 @@ def lock_file(path: Path, *, wait: bool) -> TextIO | None:
 
 
 def utc_timestamp() -> str:
-    """The time in UTC, as it is written into files."""
+    """Returns the time in UTC, in seconds."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""The folder of a run belongs to one process at a time."""
+"""Exclusive lock of a run's folder."""
 
 import contextlib
 import errno
@@ -14,21 +14,22 @@ from jaxspec.inputs.json_keys import parse_json
 from jaxspec.system.files import lock_file, utc_timestamp
 
 _UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-"""How a file system says that it has no locks."""
+"""Errors of file systems without locks."""
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[None]:
-    """Keeps every other process out of the folder until this is left or the process dies; a file
-    system without locks is reported and trusted.
+    """Locks a run's folder within the context.
+
+    The end of the process unlocks it, too. If the file system has no locks, only warns.
 
     Raises:
-      ConfigError: another run has the folder, and which; or the lock cannot be opened.
+      ConfigError: another run uses the folder, or the lock cannot be opened.
     """
     path = folder / "lock"
     with contextlib.ExitStack() as stack:
-        # The folder as well, where that can be locked (not on NFS): somebody may remove the file,
-        # and another run would make it anew.
+        # The folder is locked as well as the file. Somebody may remove the file, and another run
+        # would then create and lock a new one. NFS cannot lock folders.
         is_exclusive, file = stack.enter_context(_lock_descriptor(folder)), None
         try:
             file = lock_file(path, wait=False)
@@ -37,13 +38,14 @@ def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[Non
             problem = f"{path} cannot be locked ({error.strerror})"
             require(
                 error.errno in _UNSUPPORTED_ERRORS,
-                f"{problem}; see to that, or choose another --workdir",
+                f"{problem}; correct this, or choose another --workdir",
             )
-            print_line(f"warning: {problem}; see to it that no other run uses this folder")
+            print_line(f"warning: {problem}; make sure that no other run uses this folder")
         conflict = f"{folder} is in use by another run: {_describe_owner(path)}"
         require(is_exclusive, f"{conflict}; wait for its end, or choose another --workdir")
         if file is not None:
             stack.enter_context(file)
+            # Another run names this process in its error message.
             owner = {"pid": os.getpid(), "host": platform.node(), "since": utc_timestamp()}
             file.truncate(0)
             file.write(json.dumps(owner) + "\n")
@@ -53,8 +55,10 @@ def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[Non
 
 @contextlib.contextmanager
 def _lock_descriptor(folder: Path) -> Iterator[bool]:
-    """Whether no other process has the folder itself locked; it is locked here from then on, where
-    the file system can do that."""
+    """Locks the folder itself, if the file system can.
+
+    Yields False if another process has it locked.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -63,16 +67,17 @@ def _lock_descriptor(folder: Path) -> Iterator[bool]:
             yield False
             return
         except OSError:
-            pass  # the lock on the file decides there
+            pass  # This file system cannot lock folders, and the lock file decides.
         yield True
     finally:
         os.close(descriptor)
 
 
 def _describe_owner(path: Path) -> str:
-    """The process that wrote its name into the lock."""
+    """Describes the process that wrote the lock file."""
     try:
         owner = parse_json(path.read_bytes())
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
-        return "its process has not said which it is"
+    # The owner may be about to write the file, or it may only have locked the folder.
+    except (OSError, ValueError, KeyError, TypeError):
+        return "the lock file does not name its process"

@@ -1,5 +1,4 @@
-"""What a run writes about itself: one line of metrics a batch (JSON lines and TensorBoard), and
-samples of its responses."""
+"""Metrics and samples written by a run."""
 
 import contextlib
 import json
@@ -20,8 +19,9 @@ from jaxspec.inputs.json_keys import format_value
 
 @contextlib.contextmanager
 def _hide_module(name: str) -> Iterator[None]:
-    """As if a module were not installed, unless it is imported already."""
+    """Hides a module that is not imported yet."""
     modules: dict[str, Any] = sys.modules
+    # Python raises ImportError for a module whose entry is None.
     is_hidden = modules.setdefault(name, None) is None
     try:
         yield
@@ -30,32 +30,36 @@ def _hide_module(name: str) -> Iterator[None]:
             del modules[name]
 
 
-# tensorboardX imports torch wherever it finds it, which takes seconds and its memory, for what is
-# not used here.
+# tensorboardX imports torch if it is installed, which takes seconds and memory. Only functions that
+# are not used here need it.
 with _hide_module("torch"):
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2, summary_pb2
 
 _METRICS, _SAMPLES, _EVENTS = "metrics.jsonl", "samples.jsonl", "tensorboard"
-# The classes of generated modules are made at import, out of the type checker's sight.
+# The classes of generated modules are created at import, out of the type checker's sight.
 _Event: Any = vars(event_pb2)["Event"]
 _SessionLog: Any = vars(event_pb2)["SessionLog"]
 _Summary: Any = vars(summary_pb2)["Summary"]
 _FLUSH_SECONDS = 10.0
+"""Seconds between two flushes of TensorBoard events."""
 
 
 class MetricsWriter:
-    """Appends metrics and samples to the files of a run; in processes other than 0 it does nothing.
+    """Appends metrics and samples to the files of a run.
 
-    A line of JSON is in the file when the call returns; TensorBoard's events follow within seconds.
-    Every method raises ConfigError if a file cannot be written.
+    JSON lines are in the file when a call returns. TensorBoard events follow within seconds.
+    Processes other than 0 write nothing.
+
+    Raises:
+      ConfigError: a file cannot be written. All methods may raise it.
     """
 
     def __init__(self, workdir: Path, process_index: int) -> None:
         self._workdir = Path(workdir)
         self._silent = process_index != 0
         self._events = _EventWriter(self._workdir / _EVENTS)
-        # A killed run may have left half a line, which would spoil the next one.
+        # A killed run may have left half a line, to which the next line would be appended.
         self._truncate_files(math.inf)
 
     def __enter__(self) -> "MetricsWriter":
@@ -70,8 +74,10 @@ class MetricsWriter:
         self.close()
 
     def write_record(self, record: Mapping[str, Any]) -> None:
-        """Appends one line, whose `step` is the x axis in TensorBoard; NaN and infinity are written
-        as null."""
+        """Appends one line of metrics.
+
+        Its `step` is the x axis in TensorBoard. NaN and infinity are written as null.
+        """
         if not self._silent:
             json_record = to_json_value(record)
             append_records(self._workdir / _METRICS, [json_record])
@@ -85,19 +91,23 @@ class MetricsWriter:
             )
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Appends one line a sample, with its step."""
+        """Appends one line per sample, with its step."""
         if not self._silent:
             append_records(
                 self._workdir / _SAMPLES, ({"step": step, **sample} for sample in samples)
             )
 
     def truncate_from(self, step: int) -> None:
-        """Drops the lines of `step` and later, which a resumed run writes again."""
+        """Removes the lines of `step` and later.
+
+        A resumed run writes them again.
+        """
         self._truncate_files(step)
+        # TensorBoard's files are only appended to, so its old events are hidden instead.
         self._events.purge_step = step
 
     def close(self) -> None:
-        """Completes TensorBoard's events."""
+        """Writes pending events and closes TensorBoard's file."""
         self._events.close()
 
     def _truncate_files(self, step: float | int) -> None:
@@ -107,13 +117,15 @@ class MetricsWriter:
 
 
 class _EventWriter:
-    """TensorBoard's events, written in the calling thread: SummaryWriter has a thread whose queue
-    blocks for good once the disk is full."""
+    """Writes TensorBoard events in the calling thread."""
+
+    # SummaryWriter writes in a thread of its own, whose queue blocks forever once the disk is full.
 
     def __init__(self, folder: Path) -> None:
         self.purge_step: int | None = None
-        """Tell TensorBoard, before the next event, to hide older ones from this step on."""
+        """Step from which older events are to be hidden, before the next event."""
         self._folder = folder
+        # Opened with the first event, so that other processes create no file.
         self._writer: EventsWriter | None = None
         self._last_flush_time = -math.inf
 
@@ -122,6 +134,7 @@ class _EventWriter:
             if self._writer is None:
                 self._folder.mkdir(exist_ok=True)
                 self._writer = EventsWriter(str(self._folder / "events"))
+            # TensorBoard hides older events from the step of a START event on.
             if self.purge_step is not None:
                 session_start = _SessionLog(status=_SessionLog.START)
                 self._writer.write_event(
@@ -141,6 +154,7 @@ class _EventWriter:
                 self._last_flush_time = time.monotonic()
 
     def close(self) -> None:
+        # Cleared first, so that closing is not tried again after an error.
         writer, self._writer = self._writer, None
         if writer is not None:
             with _explain_write_errors(self._folder):
@@ -159,24 +173,26 @@ def _explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def to_json_value(value: Any) -> Any:
-    """Turns arrays and NumPy numbers into JSON's own types, and NaN and infinity into None."""
+    """Converts arrays and numbers to JSON values. NaN and infinity become None."""
     if isinstance(value, Mapping):
         return {str(name): to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json_value(item) for item in value]
+    # Arrays and scalars of NumPy and JAX.
     if hasattr(value, "tolist"):
         return to_json_value(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Appends lines of JSON to a file; NaN and infinity are written as null."""
+    """Appends JSON lines to a file. NaN and infinity are written as null."""
     _write_records(path, "a", map(to_json_value, records))
 
 
 def _write_records(
     path: Path, mode: Literal["a", "w"], records: Iterable[Mapping[str, Any]]
 ) -> None:
+    # Serialized before the file is opened, so that an error writes nothing.
     text = "".join(
         json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records
     )
@@ -194,36 +210,43 @@ def _load_bytes(path: Path) -> bytes:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of a file; a last one that lacks its end, and not only the newline, was torn
-    by a kill."""
+    """Reads the complete JSON lines of a file.
+
+    An absent file has none.
+
+    Raises:
+      ConfigError: a complete line is damaged, or has no integer `step`.
+    """
     if not path.exists():
         return []
     *complete_lines, last_line = _load_bytes(path).split(b"\n")
     records = []
+    # A kill may tear the last line. It counts if only its newline is missing.
     for line_number, text in enumerate(
         [*complete_lines, last_line] if last_line.endswith(b"}") else complete_lines, start=1
     ):
-        location, remedy = f"{path}, line {line_number}", "mend or remove that line"
+        location, remedy = f"{path}, line {line_number}", "correct or remove that line"
         try:
             record = json.loads(text, parse_constant=_reject_constant)
-            # as it will be written again
+            # A resumed run writes the line again, which must not fail then.
             json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{location} is not JSON ({error}); {remedy}") from error
         require(
             isinstance(record, dict) and type(record.get("step")) is int,
-            f"{location} has no `step` that is a whole number; {remedy}",
+            f"{location} has no `step` that is an integer; {remedy}",
         )
         records.append(record)
     return records
 
 
 def _reject_constant(name: str) -> None:
+    # JSON has no NaN or Infinity, but Python's parser accepts them.
     raise ValueError(f"{name} is no number")
 
 
 def truncate_records(path: Path, step: float | int) -> None:
-    """Keeps the complete lines before `step`; the file is replaced at once or not at all."""
+    """Removes the lines of `step` and later, atomically."""
     remaining_records = [record for record in read_records(path) if record["step"] < step]
     if path.exists():
         temporary_file = path.with_suffix(".cut")
@@ -233,8 +256,12 @@ def truncate_records(path: Path, step: float | int) -> None:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's metrics, oldest first; raises ConfigError for a line, also of
-    its samples, that is damaged."""
+    """Reads the metrics of a run, oldest first.
+
+    Raises:
+      ConfigError: a line of the metrics or of the samples is damaged.
+    """
+    # A resumed run truncates the samples too, so damage there is reported early.
     read_records(Path(workdir) / _SAMPLES)
     records = read_records(Path(workdir) / _METRICS)
     for line_number, record in enumerate(records, start=1):
@@ -246,19 +273,20 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
         location = f"{Path(workdir) / _METRICS}, line {line_number}"
         require(
             not invalid_names,
-            f"{location} has {format_value(', '.join(invalid_names))} that is no number; mend or"
+            f"{location} has {format_value(', '.join(invalid_names))} that is no number; correct or"
             " remove that line",
         )
     return records
 
 
 def merge_rollout_metrics(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The metrics of a batch that several rollouts fill, each over the rollouts that have it.
+    """Merges the metrics of a batch's rollouts.
 
-    Seconds, tokens and counts of rows are added up. Of shortest and longest responses the extremes
-    are taken, of everything else means.
+    Seconds, tokens and counts of rows are summed. Shortest and longest responses give their
+    extremes, all other metrics their mean over the rollouts that have them.
     """
     merged = {}
+    # A dict instead of a set keeps the order of the names.
     for name in {name: None for record in records for name in record}:
         values = [
             value for record in records if not math.isnan(value := record.get(name, math.nan))
@@ -271,16 +299,21 @@ def merge_rollout_metrics(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def standard_deviation(values: np.ndarray) -> float:
-    """Population standard deviation: exactly 0 if all values are equal, NaN if there are none."""
+    """Returns the population standard deviation, NaN without values.
+
+    It is exactly 0 if all values are equal.
+    """
     if not values.size:
         return math.nan
-    # The mean of equal values is rounded, so that they would differ from it.
+    # The mean of equal values is rounded and may differ from them.
     return float(values.std(dtype=np.float64)) if np.ptp(values) else 0.0
 
 
 def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a batch's complete line that the terminal shows: what speaks of its
-    result, and failed rows and skipped updates where there are any."""
+    """Selects the numbers of a batch that the terminal shows.
+
+    These are its results, and the number of failed rows and skipped updates if there are any.
+    """
     result_metrics = {
         "reward": "reward/mean",
         "acceptance_length": "rollout/acceptance_length",
@@ -296,8 +329,10 @@ def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def token_rates(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the tokens a second of a batch's complete line: over the whole step, and over
-    generation where that is timed by itself."""
+    """Returns the tokens per second of a batch.
+
+    There is a rate over the full step, and one over generation if that was timed separately.
+    """
     duration_metrics = {
         "rollout/tokens_per_s": "time/step",
         "rollout/generation_tokens_per_s": "time/generate",

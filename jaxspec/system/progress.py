@@ -1,4 +1,4 @@
-"""How far a loop is, told in the terminal: a bar, or a plain line now and then."""
+"""Progress display of loops in the terminal."""
 
 import math
 import threading
@@ -14,16 +14,18 @@ from rich.text import Text
 from jaxspec.system.terminal import ignore_output_errors, silence_stdout
 
 HEARTBEAT_SECONDS = 10.0
-"""Between two lines of `Heartbeat`."""
+"""Seconds between two lines of `Heartbeat`."""
 _PLAIN_SECONDS = 10.0
+"""Seconds after which an update prints a plain line in any case."""
 _PLAIN_LINES = 20
+"""Number of plain lines of a loop, apart from those."""
 
 
 class Screen(Console):
-    """A console of rich that lets the program go on when nobody reads any more; rich's own ends
-    it."""
+    """Console of rich that ignores errors of its output."""
 
     def on_broken_pipe(self) -> None:
+        # The method of rich ends the program when a reader such as `head` has ended.
         silence_stdout()
 
     def __exit__(
@@ -32,17 +34,17 @@ class Screen(Console):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Writes what was printed meanwhile, as does every `print`; a full disk is survived as
-        well."""
+        """Writes the buffered output, ignoring errors."""
+        # Every `print` of rich enters and leaves the console once. The disk may be full.
         with ignore_output_errors():
             super().__exit__(error_type, error, traceback)
 
 
 class Progress:
-    """Shows how far a loop is: a bar in a terminal, else a plain line now and then; processes other
-    than 0 are silent.
+    """Shows the progress of a loop.
 
-    Plain lines come every twentieth of the loop, and at least every 10 s if there is an update.
+    Draws a bar in a terminal. Elsewhere it prints a line at each twentieth of the loop, and at an
+    update 10 s after the last line. Processes other than 0 are silent.
     """
 
     def __init__(
@@ -77,8 +79,12 @@ class Progress:
         self.stop()
 
     def update(self, step: int, **numbers: float | int | None) -> None:
-        """Says that `step` of `total` are done, with numbers such as reward, acceptance_length,
-        tokens_per_s; None is left out."""
+        """Shows that `step` of `total` steps are done.
+
+        Args:
+          step: number of steps done.
+          **numbers: numbers to show, such as reward or tokens_per_s. None is left out.
+        """
         current_time = time.monotonic()
         self._first_update = self._first_update or (step, current_time)
         number_texts = [
@@ -102,13 +108,16 @@ class Progress:
         self._console.print(Text(message), soft_wrap=True)
 
     def stop(self) -> None:
-        """Takes the bar down and gives the terminal back; may be called twice, and from any
-        thread."""
+        """Stops the bar and restores the terminal.
+
+        May be called repeatedly and from any thread.
+        """
         if self._bar is not None:
             self._bar.stop()
 
     def _format_remaining(self, step: int, current_time: float) -> list[str]:
-        """Seconds left at the pace since the first update, which had to wait for the compiler."""
+        """Formats the estimated remaining time, if any."""
+        # The pace counts from the first update on, since that one may wait for compilation.
         if self._first_update is None or step <= self._first_update[0] or step >= self._total:
             return []
         seconds = (
@@ -126,10 +135,11 @@ class Progress:
 
 
 class Heartbeat:
-    """Says every ten seconds what is being done, and for how long so far."""
+    """Prints the current activity every ten seconds."""
 
     def __init__(self, print_line: Callable[[str], object]) -> None:
         self._print_line = print_line
+        # One tuple, so that the thread never sees a new activity with an old start time.
         self._current = "", 0.0
         self._stop_event = threading.Event()
         self._thread = threading.Thread(
@@ -150,11 +160,11 @@ class Heartbeat:
         self._thread.join()
 
     def start_activity(self, activity: str) -> None:
-        """Says from now on that this is done; nothing of an empty text."""
+        """Sets the current activity. An empty text stops the lines."""
         self._current = activity, time.monotonic()
 
     def print_line(self, message: str) -> None:
-        """Says a line in place of what was begun."""
+        """Ends the current activity and prints a line."""
         self.start_activity("")
         self._print_line(message)
 
@@ -166,7 +176,11 @@ class Heartbeat:
 
 
 def format_number(number: float | int) -> str:
-    """Returns a number with three significant digits, and thousands in full; NaN as `none`."""
+    """Formats a number for display.
+
+    Below 1,000 it has three significant digits, from there on it is rounded to an integer. NaN
+    becomes `none`.
+    """
     if math.isnan(number):
         return "none"
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"

@@ -1,5 +1,7 @@
-"""What is said on standard output, where a reader that is gone or a full disk is no reason to lose
-the work."""
+"""Standard output that survives errors.
+
+A reader that is gone, or a full disk, must not cost unsaved work.
+"""
 
 import contextlib
 import os
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 
 
 def redirect_to_null(*descriptors: int) -> None:
-    """Sends what is still written to these file descriptors to nowhere."""
+    """Redirects file descriptors to the null device."""
     null_descriptor = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(null_descriptor, descriptor)
@@ -17,21 +19,26 @@ def redirect_to_null(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def ignore_output_errors() -> Iterator[None]:
-    """Lets a program go on that cannot write to standard output, because `| head` has ended or the
-    disk is full: the rest goes nowhere."""
+    """Ignores errors of writing to standard output.
+
+    Further output is discarded after the first error.
+    """
     try:
         yield
+    # Such as after `| head` has ended, or on a full disk.
     except OSError:
         silence_stdout()
 
 
 def silence_stdout() -> None:
-    """Sends what is still printed to nowhere."""
+    """Discards all further standard output."""
+    # Replacing the descriptor also protects the flush at the end of the process, which would raise
+    # the error again.
     if sys.stdout is not None:
         redirect_to_null(sys.stdout.fileno())
 
 
 def print_line(message: str) -> None:
-    """Prints a line."""
+    """Prints a line to standard output, ignoring errors."""
     with ignore_output_errors():
         print(message, flush=True)

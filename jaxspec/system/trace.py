@@ -1,8 +1,6 @@
-"""A trace of some calls, for https://ui.perfetto.dev: operations, and above them the phases and the
-parts of a round that they belong to.
+"""Traces of calls for https://ui.perfetto.dev.
 
-Devices name operations after the instructions of the compiled program, and that says which
-`jax.named_scope`s each one comes from.
+A trace shows operations, and above them the phases and parts of a round that they belong to.
 """
 
 import contextlib
@@ -30,16 +28,16 @@ TRACED_SCOPES = (
     "verify",
     "commit",
 )
-"""Scopes that are shown: the phases, and the parts of generation and of a round."""
+"""Scopes that a trace shows: phases, and parts of generation and of a round."""
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", re.MULTILINE
 )
 CONTAINER_OPCODES = ("while", "conditional", "call")
-"""Instructions that last as long as all those inside them."""
+"""Prefixes of instructions that span the instructions inside them."""
 
 
 class Profiler:
-    """Traces the calls whose numbers are in a range, and writes them to a file."""
+    """Writes a trace of a range of calls."""
 
     def __init__(
         self,
@@ -48,7 +46,14 @@ class Profiler:
         programs: Sequence[Any],
         print_line: Callable[[str], Any],
     ) -> None:
-        """`programs` are those that the calls run, compiled."""
+        """Prepares a trace.
+
+        Args:
+          call_numbers: numbers of the calls to trace.
+          file: file of the trace, compressed by gzip.
+          programs: compiled programs that the calls run.
+          print_line: receives a line about the result.
+        """
         self._call_numbers, self._file, self._programs, self._print_line = (
             call_numbers,
             file,
@@ -60,14 +65,18 @@ class Profiler:
 
     @contextlib.contextmanager
     def trace_call(self, call_number: int) -> Iterator[None]:
-        """Around a call: the first of the range starts the trace, the last one writes it."""
+        """Traces a call if its number is in the range.
+
+        The first call of the range starts the trace, the last one writes it.
+        """
         if call_number not in self._call_numbers:
             yield
             return
         if self._raw_folder is None:
             self._raw_folder = tempfile.TemporaryDirectory()
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # thousands of Python calls hide what the devices do
+            # Thousands of Python calls would hide the operations of the devices.
+            options.python_tracer_level = 0
             jax.profiler.start_trace(self._raw_folder.name, profiler_options=options)
         with jax.profiler.StepTraceAnnotation("call", step_num=call_number):
             yield
@@ -75,8 +84,10 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what was traced and is not yet written; says so where there was nothing to
-        trace."""
+        """Writes a trace that is not written yet.
+
+        Prints a line if none of the calls was made.
+        """
         if self._raw_folder is None:
             if self._call_numbers and not self._is_written:
                 self._print_line(
@@ -84,6 +95,7 @@ class Profiler:
                     f" {self._call_numbers[-1]} was made"
                 )
             return
+        # The run may have ended within the range, so the trace may have fewer calls.
         jax.profiler.stop_trace()
         with self._raw_folder as folder:
             (trace_file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
@@ -99,19 +111,25 @@ class Profiler:
 
 
 def read_scope_paths(programs: Sequence[Any]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Scopes of each instruction, outermost first, by the name of its module and its own."""
+    """Reads the scopes of each instruction, outermost first.
+
+    Keys are the name of the module and the name of the instruction.
+    """
+    # Devices name operations after instructions of the compiled program. Its text has the
+    # `jax.named_scope`s that each instruction comes from.
     paths = {}
     for program in programs:
         text = program.as_text()
         module = text.split(maxsplit=2)[1].rstrip(",")
         for name, op_name in _INSTRUCTION.findall(text):
-            # A scope may stand inside of a transformation: transpose(jvp(train)).
+            # A scope may be inside a transformation: transpose(jvp(train)).
             scope_names = [
                 re.findall(r"\w+", component)[-1]
                 for component in op_name.split("/")
                 if re.search(r"\w", component)
             ]
             traced = [scope for scope in scope_names if scope in TRACED_SCOPES]
+            # Nested functions may enter a scope twice.
             paths[module, name] = tuple(
                 scope for index, scope in enumerate(traced) if scope not in traced[:index]
             )
@@ -119,8 +137,8 @@ def read_scope_paths(programs: Sequence[Any]) -> dict[tuple[str, str], tuple[str
 
 
 class _Operation(NamedTuple):
+    # Perfetto's trace format has times in microseconds.
     start_us: float
-    """Microseconds."""
     end_us: float
     name: str
     path: tuple[str, ...]
@@ -129,15 +147,19 @@ class _Operation(NamedTuple):
 def build_trace_events(
     profile: Any, paths: dict[tuple[str, str], tuple[str, ...]]
 ) -> list[dict[str, Any]]:
-    """What Perfetto reads: operations by thread or stream, and the parts they belong to on a track
-    of their own."""
+    """Builds trace events in Perfetto's JSON format.
+
+    Each thread or stream gets a track of operations, and one of the scopes that they belong to.
+    """
     events: list[dict[str, Any]] = []
     for process_id, plane in enumerate(profile.planes, 1):
+        # A line has two tracks: an even one for scopes and calls, an odd one for operations.
         for thread_id, line in enumerate(plane.lines):
             operations = []
             for event in line.events:
                 stats = dict(event.stats)
                 start_us, end_us = event.start_ns / 1e3, event.end_ns / 1e3
+                # Other events, such as those of the runtime, are left out.
                 if "hlo_op" in stats:
                     path = paths.get((str(stats.get("hlo_module")), str(stats["hlo_op"])), ())
                     operations.append(_Operation(start_us, end_us, event.name, path))
@@ -173,6 +195,7 @@ def build_trace_events(
                     for operation in operations
                 ]
                 events += _make_scope_slices(operations, process_id, 2 * thread_id)
+        # Planes without events would be empty processes in Perfetto.
         if any(event["pid"] == process_id for event in events):
             events.append(_make_name_event("process_name", plane.name, process_id, 0))
     return events
@@ -181,7 +204,7 @@ def build_trace_events(
 def _make_scope_slices(
     operations: list[_Operation], process_id: int, thread_id: int
 ) -> list[dict[str, Any]]:
-    """Slices from the first to the last of consecutive operations in the same scope."""
+    """Joins consecutive operations of a scope into slices."""
     events: list[dict[str, Any]] = []
     open_scopes: list[tuple[str, float]] = []
     last_end_us = 0.0
@@ -192,8 +215,10 @@ def _make_scope_slices(
             events.append(_make_slice(name, start_us, last_end_us, process_id, thread_id))
 
     for operation in operations:
+        # A loop lasts as long as its body, whose operations have more exact scopes.
         if operation.name.startswith(CONTAINER_OPCODES) or not operation.path:
             continue
+        # Scopes that this operation shares with the one before stay open.
         shared_depth = 0
         while (
             shared_depth < min(len(open_scopes), len(operation.path))

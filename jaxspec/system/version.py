@@ -1,5 +1,4 @@
-"""The name and version under which this package is installed, and the namesake that must not be
-installed over it."""
+"""Name and version of the distribution."""
 
 import tomllib
 from importlib import metadata
@@ -9,13 +8,15 @@ from jaxspec.inputs.checked import ConfigError
 
 DISTRIBUTION = "jaxspec-rl"
 NAMESAKE = "jaxspec"
-"""A library for X-ray spectra on the package index, which is imported by the same name."""
+"""A library for X-ray spectra on PyPI, imported under the same name."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def package_version() -> str:
-    """The version of the installed distribution; in a checkout that is not installed, what its
-    pyproject.toml says."""
+    """Returns the version of the installed distribution.
+
+    In a checkout that is not installed, it is read from pyproject.toml.
+    """
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -28,7 +29,7 @@ def package_version() -> str:
 
 
 def refuse_namesake() -> None:
-    """Checks that no other distribution has put its files among this package's.
+    """Refuses a namesake installed over this package.
 
     Raises:
       ConfigError: the library for X-ray spectra is installed in the same folder.
@@ -37,6 +38,7 @@ def refuse_namesake() -> None:
         folder = metadata.distribution(NAMESAKE).locate_file(NAMESAKE)
     except metadata.PackageNotFoundError:
         return
+    # A namesake elsewhere is not imported: this package was found first.
     if Path(str(folder)).resolve() == _PACKAGE:
         raise ConfigError(
             f"the distribution {NAMESAKE} (a library for X-ray spectra) is installed over"

@@ -129,7 +129,7 @@ def test_what_was_not_judged_is_left_out_and_said() -> None:
     assert scores.valid.tolist() == [True, False, False]
     assert scores.rewards.tolist() == [1, 0, 0]
     assert scores.outcomes.tolist() == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.TIMEOUT]
-    assert "the workers busy for 60 s, the most that a batch may take" in scores.reason
+    assert "kept the workers busy for 60 s, the time limit of a batch" in scores.reason
 
 
 def test_parts_are_added_by_weight() -> None:

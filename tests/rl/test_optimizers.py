@@ -20,22 +20,13 @@ from jaxspec.rl import optimizers
 from jaxspec.rl.optimizers import DEFAULT_ADAM
 from jaxspec.state import NetworkState
 from tests.conftest import eagle3, small_mesh, tiny_model, tiny_network, trimmed, value_and_grad
+from tests.rl.toy_weights import WEIGHTS, as_jax, gradients
 from tests.twins import numpy_weights
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 start = jax.jit(optimizers.init_state, static_argnums=1)
 update = jax.jit(optimizers.apply_update, static_argnums=3)
-WEIGHTS = {"a": np.array([[1.0, -2.0], [0.5, 3.0]]), "b": np.array([0.1, -0.1])}
-
-
-def gradients(scale: float, seed: int = 0) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
-    return {name: scale * random.normal(size=value.shape) for name, value in WEIGHTS.items()}
-
-
-def as_jax(tree: Any) -> Any:
-    return jax.tree.map(jnp.asarray, tree)
 
 
 @pytest.mark.parametrize(
@@ -389,10 +380,8 @@ def test_moments_kept_in_bfloat16_are_those_rounded_and_weights_stay_as_wide() -
     plain = optimizers.adamw(0.1, 1.0)
     narrow = optimizers.with_state_dtype("bfloat16", plain)
     learners = [optimizers.init_state(as_jax(WEIGHTS), optimizer) for optimizer in (plain, narrow)]
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(learners[1].optimizer)} == {
-        "bfloat16",
-        "int32",
-    }
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(learners[1].optimizer)}
+    assert dtypes == {"bfloat16", "int32"}
     for scale in (1.0, 0.3):
         slope, loss = as_jax(gradients(scale)), jnp.asarray(1.0)
         learners = [

@@ -33,7 +33,7 @@ def test_origins_add_up_to_the_statistics(kind: str) -> None:
     np.testing.assert_array_equal(origin >= UNDRAFTED, response)
     assert (origin[~response] == PROMPT).all()
     not_drafted = response & (origin < DRAFTED)
-    # a row that an end token or the length limit cuts among its drafts has no token of its own there
+    # A round that ends inside its drafts writes no token of the target.
     cut = rollout.statistics.rounds - not_drafted.sum(axis=1)
     last = np.take_along_axis(origin, np.maximum(rollout.lengths - 1, 0)[:, None], axis=1)[:, 0]
     np.testing.assert_array_equal(cut, response.any(axis=1) & (last >= DRAFTED))

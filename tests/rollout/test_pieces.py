@@ -28,7 +28,8 @@ def test_pieces_cover_what_is_unread_of_every_text_once(pieces: int, positions: 
     for turn in range(-(-int(ends[-1]) // pieces)):
         part = take(texts, ends, jnp.int32(turn), PassSize(pieces, positions))
         for text, count, at, read in zip(
-            *map(np.asarray, (part.text, part.length, part.positions, part.tokens)), strict=True
+            *map(np.asarray, (part.text_indices, part.lengths, part.positions, part.tokens)),
+            strict=True,
         ):
             found += [(int(text), int(at[n]), int(read[n])) for n in range(count)]
     wanted = [

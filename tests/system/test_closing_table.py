@@ -97,8 +97,7 @@ def test_batches_without_a_line_are_named() -> None:
     lines = [{"step": step} for step in (0, 1, 4)]
     assert (
         describe_missing_batches(lines, 5)
-        == "metrics.jsonl has no line for batch 2, 3, which were made: the closing table is of the"
-        " others"
+        == "metrics.jsonl has no line for batch 2, 3: the closing table covers the other batches"
     )
     assert "batch 2, 3, 5, 6, 7 and 2 more" in describe_missing_batches(lines, 10)
     assert describe_missing_batches(lines[:2], 2) == ""
