@@ -42,8 +42,8 @@ def build_closing_table(
     Args:
       records: metrics of all batches, from `read_metrics`.
       summary: comparison of plain and speculative decoding of the same `rows`. It has target passes
-        per sequence (`plain/passes`, `spec/passes`), seconds (`plain/seconds`, `spec/seconds`) and
-        the cost of a round in plain steps (`round_cost`).
+        per sequence (`plain/passes`, `spec/passes`) and seconds (`plain/seconds`, `spec/seconds`).
+        `round_cost` is the cost of a round in plain steps.
       signs: signs that the run could not learn.
     """
     table = Table(

@@ -43,8 +43,8 @@ class Screen(Console):
 class Progress:
     """Shows the progress of a loop.
 
-    Draws a bar in a terminal. Elsewhere it prints a line at each twentieth of the loop, and at an
-    update 10 s after the last line. Processes other than 0 are silent.
+    Draws a bar in a terminal. Elsewhere it prints a line at each twentieth of the loop, and if the
+    last line is 10 s old. Processes other than 0 are silent.
     """
 
     def __init__(
