@@ -158,7 +158,7 @@ class TestProgram:
             told = process.communicate(timeout=60)[0]
         assert process.returncode == 143
         assert "stopped while training the draft" in told
-        assert "goes on from there" in told
+        assert "continues from there" in told
         first, second = (
             subprocess.run(command, **options, timeout=600, check=True).stdout for _ in range(2)
         )

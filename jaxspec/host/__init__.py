@@ -1,1 +1,1 @@
-"""What a run does around its compiled programs."""
+"""Host side of a run: config, memory, folders, prompts and scores."""

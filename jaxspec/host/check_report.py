@@ -1,4 +1,4 @@
-"""Report of `python -m jaxspec.check`, as tables or JSON."""
+"""Report of `python -m jaxspec.check`."""
 
 from typing import Any, NamedTuple
 
@@ -19,51 +19,53 @@ _GIB = 2**30
 
 
 class StepTarget(NamedTuple):
-    """What a step is compiled for."""
+    """Devices that a step is compiled for."""
 
     name: str
     card: Card | None
-    """None: the devices that are here."""
+    """Figures of the card, or None for the devices of this machine."""
     devices: list[Any]
     virtual: bool
-    """Whether the CPU's virtual devices stand for the card's."""
+    """Whether virtual CPU devices stand in for the card."""
 
     @property
     def memory_limit(self) -> int:
-        """Bytes that a device has."""
+        """Bytes of memory on each device."""
         return self.card.usable_memory if self.card else memory.device_memory()
 
     @property
     def label(self) -> str:
-        """In words."""
+        """Description of the devices for the report."""
         kind = self.card.kind if self.card else self.devices[0].device_kind
         stand_in = ", compiled for virtual devices of this CPU" if self.virtual else ""
         return f"{kind}{stand_in}"
 
 
 class CheckResult(NamedTuple):
-    """What there is to tell."""
+    """Result of checking one config for one target."""
 
     job: Job
     target: StepTarget
     unchecked: list[str]
+    """Parts of the config that were not checked, as text."""
     fit: FittedStep
     reason: str
-    """Why it will not run; empty where it should."""
+    """Reason why the config will not run. Empty if it should run."""
     analysis: findings.Findings
     warnings: list[str]
     seconds: list[float]
-    """Of each program that was compiled, the last of which is told of."""
+    """Compile time of each attempt. The report describes the last one."""
 
 
 def describe_verdict(result: CheckResult) -> str:
-    """In a line."""
+    """Summarizes the result in one line."""
     used_bytes = sum(owner.size for owner in result.fit.memory_uses)
     memory_text = f"{format_gib(used_bytes)} of {format_gib(result.fit.limit)} a device"
     if result.reason:
         return f"it will not run: {result.reason}"
+    # XLA plans memory per backend: only the sizes of arrays carry over from CPU to GPU.
     caveat = (
-        "; its temporaries are those of a program for CPUs, which are not a GPU's"
+        "; its temporaries are those of a CPU program, and a GPU's differ"
         if result.target.virtual
         else ""
     )
@@ -72,15 +74,21 @@ def describe_verdict(result: CheckResult) -> str:
 
 
 def count_micro_batches(result: CheckResult) -> int:
-    """That a data shard learns from in a step, if all rows are of the longest kind."""
+    """Counts a step's micro-batches on each data shard.
+
+    Assumes that all rows have full length.
+    """
     step, config = result.fit.step, result.job.config
+    # The longest rows give the upper bound. Real rows are shorter, and more fit a micro-batch.
     rows = config.batch.prompts * config.batch.group_size // meshes.row_shard_count(step.mesh)
+    # The last token of a row is only a label, never an input.
     return -(-rows * (config.row_length - 1) // step.learner.micro_tokens)
 
 
 def as_json(name: str, result: CheckResult) -> dict[str, Any]:
-    """All of it as plain values; sizes are bytes on each device."""
+    """Converts the result to JSON values. Memory sizes are bytes on each device."""
     step, card = result.fit.step, result.target.card
+    # Scripts read these keys, so they stay when the tables change.
     return {
         "config": name,
         "hardware": result.target.name,
@@ -109,14 +117,14 @@ def as_json(name: str, result: CheckResult) -> dict[str, Any]:
 
 
 def print_report(name: str, result: CheckResult, screen: Screen) -> None:
-    """The tables, and the verdict last."""
+    """Prints the tables and warnings, then the verdict."""
     step, costs = result.fit.step, result.analysis.cost_rows
     sizes, mesh = step.sizes, dict(step.mesh.shape)
     screen.print(
         f"{name} on {step.mesh.size} x {result.target.label}, {mesh}, jax {jax.__version__}"
     )
     for item in result.unchecked:
-        screen.print(f"not looked at: {item}")
+        screen.print(f"not checked: {item}")
     screen.print(
         _memory_table(result),
         build_work_table(costs, result.target.card),
@@ -126,10 +134,11 @@ def print_report(name: str, result: CheckResult, screen: Screen) -> None:
     pages = f"{sizes.pages} pages of {sizes.page_size}" if sizes.page_size else "a page a row"
     screen.print(
         f"{count_micro_batches(result)} micro-batches of {sizes.tokens} tokens a data shard if all"
-        f" rows are of the longest kind; {slots} slots, {pages}; sync sends"
+        f" rows have full length; {slots} slots, {pages}; sync sends"
         f" {result.analysis.sync_moves:.2f} times the bytes of the split weights"
     )
     for warning in result.warnings:
+        # Messages may contain brackets, which rich would read as markup.
         screen.print(f"warning: {warning}", markup=False)
     screen.print(describe_verdict(result), markup=False)
 
@@ -144,4 +153,5 @@ def _memory_table(result: CheckResult) -> Table:
 
 
 def format_gib(size: int) -> str:
+    """Formats bytes as GiB."""
     return f"{size / _GIB:.2f} GiB"

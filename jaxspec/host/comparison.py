@@ -1,4 +1,4 @@
-"""Compares speculative with plain decoding on the same prompts."""
+"""Comparison of speculative with plain decoding."""
 
 import time
 from typing import NamedTuple
@@ -14,25 +14,28 @@ from jaxspec.step import Step
 
 
 class SpeedComparison(NamedTuple):
-    """Plain and speculative decoding of the same rows."""
+    """Speed of plain and of speculative decoding."""
 
     rows: int
     plain_passes: float
+    """Target passes per row, without a draft."""
     spec_passes: float
+    """Target passes per row, with the draft."""
     plain_seconds: float
+    """Median time of a plain rollout, prefill included."""
     spec_seconds: float
+    """Median time of a speculative rollout, prefill included."""
     round_cost: float
-    """Seconds of a round of draft and verification over seconds of a plain step, prefill left
-    out."""
+    """Seconds of a round (draft and verify) over seconds of a plain step, without prefill."""
 
 
 def compare_decoding(
     step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0
 ) -> SpeedComparison:
-    """Times generation of the same prompts with and without the draft, in turn; medians, and target
-    passes a sequence.
+    """Times generation with and without the draft.
 
-    Of the `repeats` pairs no more than take about `budget` seconds are made, but at least one.
+    Both answer the same prompts. Runs up to `repeats` pairs of calls within about `budget` seconds,
+    but at least one pair. Returns medians over the pairs.
     """
     rollout_weights = jax.jit(step.sync)(state)
     no_draft = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
@@ -45,14 +48,16 @@ def compare_decoding(
     ]
 
     def time_pair() -> list[TimedRollout]:
+        # Taking turns spreads drifts of the machine's speed over both variants.
         return [call(weights, prompts) for call, weights in timed_generations]
 
     start_time = time.perf_counter()
-    # The same prompts in both, so that lengths differ by chance alone.
-    # This pair also warms up.
+    # Both answer the same prompts, so their lengths differ only by chance. This pair also warms up
+    # the programs, and its time sets the number of repeats.
     passes = [int(jnp.sum(timed.rollout.statistics.rounds)) for timed in time_pair()]
     pair_seconds = np.float32(time.perf_counter() - start_time)
-    if jax.process_count() > 1:  # all must make the same number of calls
+    # Each call has collectives, so all processes must make the same number of calls.
+    if jax.process_count() > 1:
         pair_seconds = multihost_utils.broadcast_one_to_all(pair_seconds)
     pairs = [time_pair() for _ in range(max(1, min(repeats, int(budget / pair_seconds))))]
     medians = np.median(

@@ -1,4 +1,4 @@
-"""Shrinks the sizes of a step until its compiled programs fit the devices."""
+"""Search for sizes of a step that fit."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -42,26 +42,29 @@ _C = TypeVar("_C", bound=CompiledStep)
 
 @dataclasses.dataclass(frozen=True)
 class FittedStep(Generic[_C]):
-    """A step whose programs fit the devices, or do not with its smallest sizes."""
+    """A compiled step and its memory use."""
 
     step: Step
     compiled: _C
     memory_uses: list[MemoryUse]
     limit: int
-    """Bytes of the device that has least."""
+    """Bytes of memory on the smallest device."""
 
 
 class DoesNotFit(ConfigError):
-    """A step takes more than a device has, with all that may give way at its smallest."""
+    """Error of a step that exceeds device memory.
+
+    Its automatic sizes could not be reduced any further.
+    """
 
     def __init__(self, message: str, smallest: FittedStep) -> None:
         super().__init__(message)
+        # The check command still reports the smallest step, with its owners of memory.
         self.smallest = smallest
 
 
 LEARNING_MARGIN = 10
-"""By one in so many bytes a whole step must take more than its generation alone for learning to be
-the reason."""
+"""Learning counts as the larger only if it exceeds generation by 1 / `LEARNING_MARGIN` of it."""
 
 
 def fit_step(
@@ -71,23 +74,30 @@ def fit_step(
     auto: AutomaticSizes,
     limit: int = 0,
 ) -> FittedStep[_C]:
-    """Compiles a step, with ever smaller sizes until it fits where `auto` says that they are open,
-    before any weights are loaded.
+    """Compiles a step with sizes that fit memory.
 
-    What takes most gives way: learning reads micro-batches of half the tokens; generation's pool
-    gets the pages that are left beside its weights and temporaries, and as many slots as these
-    hold. A step that is one program says only what both take at most, so where that does not fit,
-    generation is compiled by itself to tell. A pool that is too large by its shape alone is never
-    compiled. `limit` is what a device has; 0: what JAX may use of those that are here.
+    Automatic sizes shrink until the step fits. The larger of learning and generation is shrunk.
+    Learning halves the tokens of its micro-batches. Generation gets a pool of the pages that fit
+    next to its weights and temporaries, and the slots that this pool supports. Sizes that `auto`
+    does not name are never changed. No weights need to be loaded.
+
+    Args:
+      step: Step to compile.
+      prompts: Number of prompts in a batch, over all data shards.
+      compile_step: Compiles the programs of a step.
+      auto: Sizes that may shrink.
+      limit: Bytes of memory on a device. 0 = the memory that JAX may use on this machine.
 
     Raises:
       DoesNotFit: names each owner, its size and the setting that shrinks it.
     """
+    # All processes must choose the same sizes, so the smallest device decides.
     limit = limit or min_over_processes(device_memory())
     if auto.pages:
         step = step.with_sizes(prompts, step.sizes._replace(pages=count_all_pages(step, prompts)))
     if auto.slots or auto.pages:
         usage = compute_usage(step, prompts)
+        # A pool that exceeds memory by its shape alone is shrunk first: compiling takes minutes.
         if usage.training + usage.weights + usage.pool_count * usage.pool > limit:
             sizes = _shrink_pool(step, prompts, step.sizes, auto, usage.pool, usage.room(limit))
             step = step.with_sizes(prompts, sizes)
@@ -97,6 +107,7 @@ def fit_step(
         if sum(use.size for use in memory) <= limit:
             return FittedStep(step, compiled, memory, limit)
         sizes = _shrink_sizes(step, prompts, compiled, auto, limit)
+        # Sizes only ever shrink, so the loop ends.
         if sizes == step.sizes:
             message = (
                 f"training takes {format_total(memory)} on each device, which has"
@@ -110,9 +121,12 @@ def fit_step(
 def _suggest_engine_size(
     step: Step, prompts: int, compiled: CompiledStep, auto: AutomaticSizes, limit: int
 ) -> str:
-    """The least change of what was asked of an accelerator's engine that makes it fit, in words;
-    nothing where that would not help."""
+    """Suggests an engine setting that would fit.
+
+    Returns the end of a message. Empty on CPUs, or if no change of a fixed engine size would help.
+    """
     paged = step.sizes.page_size > 0
+    # Only the size that the user fixed is tried, as if it were automatic.
     engine_sizes = AutomaticSizes(
         tokens=False, slots=not paged and not auto.slots, pages=paged and not auto.pages
     )
@@ -130,11 +144,15 @@ def _suggest_engine_size(
 def _shrink_sizes(
     step: Step, prompts: int, compiled: CompiledStep, auto: AutomaticSizes, limit: int
 ) -> Sizes:
-    """Smaller sizes of a step that does not fit; the same where none may give way, or none is left
-    that would help."""
+    """Shrinks the sizes of a step.
+
+    Returns the same sizes if none may shrink, or if shrinking would not help.
+    """
+    # A micro-batch must hold the longest row.
     tokens = round_to_tiles(
         step.mesh, max(step.generator.row_length - 1, step.learner.micro_tokens // 2)
     )
+    # Rounding to tiles may have gone above the present size.
     tokens = min(tokens, step.learner.micro_tokens)
     smaller_tokens = step.sizes._replace(tokens=tokens) if auto.tokens else step.sizes
     if not (auto.slots or auto.pages):
@@ -144,15 +162,17 @@ def _shrink_sizes(
     generation = {
         name: program for name, program in compiled.programs.items() if name not in LEARNERS
     }
+    # A step that is one program only tells the maximum over learning and generation.
     generation = generation or {"generate": compile_generation_alone(step, prompts)}
     peak = peak_size(generation, usage.training)
     learner_peak = peak_size(learners, usage.training)
-    # Whoever takes most gives way. Both together take a little more than either, which is no reason
-    # to shrink a micro-batch.
+    # The larger one is shrunk. One program of both takes a little more than generation alone, even
+    # where generation is the larger. The margin keeps that from shrinking a micro-batch.
     if learner_peak > peak + peak // LEARNING_MARGIN:
         sizes = smaller_tokens if usage.training + learner_peak > limit else step.sizes
     else:
         sizes, peak = step.sizes, max(peak, learner_peak)
+    # The measured peak already contains the pool, so its bytes are free for the new one.
     room = min(usage.room(limit), limit - limit // SPARE - usage.training - peak + usage.pool)
     return (
         _shrink_pool(step, prompts, sizes, auto, usage.pool, room) if room < usage.pool else sizes
@@ -162,10 +182,13 @@ def _shrink_sizes(
 def _shrink_pool(
     step: Step, prompts: int, sizes: Sizes, auto: AutomaticSizes, pool: int, room: int
 ) -> Sizes:
-    """Sizes whose pool takes at most `room` bytes instead of `pool`; fewer slots alone, and their
-    temporaries, where none such is left."""
+    """Shrinks the pool from `pool` to `room` bytes.
+
+    If no smaller pool works, returns fewer slots, which also shrinks their temporaries.
+    """
     slots = step.generator.settings.slots
     if not sizes.page_size:
+        # Each slot has a page as long as a row, so the pool is proportional to the slots.
         return (
             sizes._replace(slots=min(slots - 1, slots * max(room, 0) // pool) or slots)
             if auto.slots
@@ -173,6 +196,7 @@ def _shrink_pool(
         )
     if auto.pages:
         pages = sizes.pages * max(room, 0) // pool
+        # The pool must hold a few rows of full length. Below that, slots shrink instead.
         if pages >= pool_of_rows(min(FEW, slots), *page_arguments(step, prompts)):
             return sizes._replace(
                 pages=pages,
@@ -185,5 +209,6 @@ def _shrink_pool(
         return sizes
     sizes = sizes._replace(slots=fewer_slots)
     if auto.pages:
+        # Fewer slots need fewer pages. The next attempt shrinks them further if it must.
         sizes = sizes._replace(pages=count_all_pages(step.with_sizes(prompts, sizes), prompts))
     return sizes

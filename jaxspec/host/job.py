@@ -1,5 +1,4 @@
-"""What every program does around its work: config, processes, devices, mesh, tokenizer; bad input
-as one message and exit code 2."""
+"""Start of a program, from its config to its exit status."""
 
 import contextlib
 import dataclasses
@@ -43,20 +42,20 @@ from jaxspec.tokens.tokenizer import TOKENIZER_FILES, Tokenizer, character_token
 
 _PACKAGE = Path(__file__).parent.parent
 _DAY_KEYS = {"config.json": "today", "evaluation.json": "config.today"}
-"""Files of folders that say on which day their prompts were written, and the key."""
+"""Files that record the day of a folder's prompts, with the key that holds it."""
 _CONNECTION_LOST = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE
 )
-"""What JAX says where it cannot reach another process any more."""
+"""Pattern of JAX's errors when the connection to another process is lost."""
 _PROGRAM_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
-"""Environment variables that shape the programs of a process or count its devices."""
+"""Environment variables that affect a process's programs or its number of devices."""
 _MAX_NAME_LENGTH = 200
-"""Characters of a file's name in a message."""
+"""Length limit in characters of a file name in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A program's config, and what follows from it and from the machine."""
+    """A config with its tokenizer, mesh and step."""
 
     config: ResolvedConfig
     tokenizer: Tokenizer
@@ -64,7 +63,10 @@ class Job:
     step: Step
 
     def with_sizes(self, **sizes: int) -> "Job":
-        """This job with some of `step.Sizes` set, in the config too."""
+        """Returns a job with some fields of `step.Sizes` replaced.
+
+        Both its step and its config have the new values.
+        """
         config = self.config
         step = self.step.with_sizes(self.config.batch.prompts, self.step.sizes._replace(**sizes))
         batch = dataclasses.replace(
@@ -78,7 +80,7 @@ class Job:
         )
 
     def say(self, message: str) -> None:
-        """Prints a line, once for all processes."""
+        """Prints a line, in process 0 only."""
         if jax.process_index() == 0:
             print_line(message)
 
@@ -91,10 +93,10 @@ def run_program(
     swept_settings: Sequence[str] = (),
     used_settings: str = "",
 ) -> int:
-    """Runs `body` with what the command line asks for; returns the exit status of `report_errors`,
-    or 128 and the number of a signal.
+    """Runs `body` with the job of the command line.
 
-    `swept_settings` and `used_settings` are as in `load_config`.
+    `swept_settings` and `used_settings` are passed to `load_config`. Returns the exit status: that
+    of `report_errors`, or 128 plus the number of the signal that stopped the program.
     """
 
     def work() -> int:
@@ -114,8 +116,9 @@ def run_config(
     read_config: Callable[[Callable[[str], Any]], ResolvedConfig],
     body: Callable[[Job, Interrupt], int],
 ) -> int:
-    """Opens the job of a config, which is given what to tell of itself, and runs `body`."""
+    """Opens the job of a config and runs `body`. `read_config` gets a function to print with."""
     with Interrupt(on_exit=peers.leave_job) as interrupt:
+        # Only process 0 prints, and processes have no numbers before the job is open.
         messages: list[str] = []
         with interrupt.exit_on_signal("starting"):
             job = open_job(read_config(messages.append))
@@ -125,11 +128,11 @@ def run_config(
 
 
 def report_errors(work: Callable[[], int]) -> int:
-    """The exit status of `work`; what it refuses or gives up is one message, without a traceback.
+    """Runs `work` and returns its exit status. Prints expected errors as one line.
 
-    The status is 2 for what the user can mend: a `ConfigError`, a file that cannot be used, too
-    little memory. It is 1 for a `Diverged` and for another process of the job that has ended. The
-    other processes are told, since what one alone cannot do would keep them waiting.
+    The status is 2 for errors that the user can fix: `ConfigError`, an unusable file, too little
+    memory. It is 1 for `Diverged` and for a job that lost another process. Unexpected errors are
+    raised again.
     """
     try:
         status, message = work(), ""
@@ -139,19 +142,23 @@ def report_errors(work: Callable[[], int]) -> int:
             _report_unexpected(error)
             raise
         if isinstance(error, jax.errors.JaxRuntimeError):
+            # Lets a peer that failed first end this process, with the reason.
             peers.wait_for_peer_failure()
-        with contextlib.suppress(OSError):  # it may go to a file on the disk that is full
+        # stderr may be a file on the disk that is full.
+        with contextlib.suppress(OSError):
             print(f"error: {message}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
     except Exception as error:
         _report_unexpected(error)
         raise
+    # The other processes would wait for this one in their next collective.
     peers.leave_job(status, message)
     return status
 
 
 def _report_unexpected(error: Exception) -> None:
-    """Of several processes, says at once what went wrong in this one, and ends it."""
+    """Prints an unexpected error and ends this process. Does nothing for a single process."""
+    # `leave_job` exits without Python's own traceback.
     if peers.has_peers():
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
@@ -159,8 +166,10 @@ def _report_unexpected(error: Exception) -> None:
 
 
 def _describe_error(error: Exception) -> str:
-    """What there is to say of an error; nothing of one that nobody foresaw, whose traceback is
-    needed."""
+    """Returns the message for an expected error.
+
+    Returns an empty string for an unexpected one, whose traceback must be printed.
+    """
     if isinstance(error, OSError):
         name = str(error.filename or "")
         name = (
@@ -172,6 +181,7 @@ def _describe_error(error: Exception) -> str:
             f"{name}: {error.strerror}; see to that and run the same command again" if name else ""
         )
     if isinstance(error, MemoryError):
+        # The last line in this package tells which array was too large.
         package_frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
@@ -183,10 +193,11 @@ def _describe_error(error: Exception) -> str:
         )
         details = "; ".join(filter(None, (str(error), location)))
         return (
-            f"the memory of this machine does not hold what is asked for ({details}); lower the"
-            " setting it follows from, or find a larger one"
+            f"this machine has too little memory ({details}); lower the setting that asks for it,"
+            " or use a larger machine"
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
+        # JAX has no type for this, only messages of the transport.
         connection_lost = jax.distributed.is_initialized() and _CONNECTION_LOST.search(str(error))
         peer_message = (
             "another process of the job has ended, and its own last lines say why"
@@ -201,17 +212,15 @@ def _describe_error(error: Exception) -> str:
 
 
 def run_without_saving(activity: str, work: Callable[[Interrupt], int]) -> int:
-    """The exit status of `report_errors` work with nothing to save: a signal ends it at once.
-    `activity` is as in `Interrupt.exit_on_signal`."""
+    """Runs `work` as `report_errors` does. A signal during `activity` ends it at once."""
     with Interrupt(on_exit=peers.leave_job) as interrupt, interrupt.exit_on_signal(activity):
         return report_errors(lambda: work(interrupt))
 
 
 def open_job(config: ResolvedConfig) -> Job:
-    """Starts JAX for this config on all devices of all processes, and builds its step for their
-    mesh."""
-    # A CPU runs a data shard a core, but where weights would be split between them: their memory
-    # feeds all cores anyway, and a step's many collectives can starve its few threads.
+    """Starts JAX on all processes and builds the step."""
+    # A CPU runs one data shard per core, unless weights would be split over the shards. Its cores
+    # share one memory, so splitting saves none, and many collectives can starve its few threads.
     split = largest_weight_size(config.model) >= config.mesh.shard_above
     members = config.mesh.expert * config.mesh.tensor
     shards = config.mesh.data or (1 if split else max(1, meshes.core_count() // members))
@@ -219,7 +228,7 @@ def open_job(config: ResolvedConfig) -> Job:
     initialize_processes(process_identity(config))
     mesh = meshes.make_mesh(*check_config(config, meshes.count_devices(), jax.process_count()))
     job = make_job(config, mesh)
-    # what is wrong is named before anything else is done
+    # Errors in the input folders are reported before any long work.
     check_folders(config, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
     if mesh.size < jax.device_count():
         job.say(
@@ -230,17 +239,16 @@ def open_job(config: ResolvedConfig) -> Job:
 
 
 def process_identity(config: ResolvedConfig) -> dict[str, Any]:
-    """What all processes of a job must be started with alike, by name: settings, code, versions,
-    and what else shapes their programs.
+    """Returns values that all processes must share, by name.
 
-    The programs themselves are not compared: they follow from these, and are known only after
-    minutes of compiling.
+    These are settings, code, versions, tokenizer files and environment variables.
     """
+    # The programs follow from these values. Comparing programs would take minutes of compiling.
     environment = {name: os.environ.get(name, "") for name in _PROGRAM_VARIABLES}
     environment["XLA_FLAGS"] = " ".join(
         word
         for word in environment["XLA_FLAGS"].split()
-        if not word.startswith("--xla_dump")  # each may write to its own folder
+        if not word.startswith("--xla_dump")  # processes may dump to different folders
     )
     folder = config.data.tokenizer
     tokenizer_files = {
@@ -255,24 +263,27 @@ def process_identity(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def code_version() -> str:
-    """The version of this package, and a digest of its code, which changes more often."""
+    """Returns the package version with a code digest."""
+    # During development the code changes more often than the version.
     return f"{package_version()} ({code_digest()})"
 
 
 def code_digest() -> str:
-    """A digest of this package's code."""
+    """Returns a digest of this package's code."""
     return hashlib.sha256(read_sources("**/*.py").encode()).hexdigest()[:8]
 
 
 def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
-    """Sets type width, compilation cache and devices, as `mesh.prepare_devices` does; must come
-    before any use of a device."""
+    """Configures JAX: 64-bit types, compilation cache and devices.
+
+    Must run before any use of a device. `devices` and `threads` are those of
+    `mesh.prepare_devices`.
+    """
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-    # A GPU is this program's alone, and it says before it starts what it takes: JAX would leave a
-    # quarter of the memory unused.
+    # JAX's default leaves a quarter of the GPU unused, but this program has it to itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if has_cuda_plugin():
         set_xla_flags(GPU_OPTIONS)
@@ -280,19 +291,20 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
 
 
 def largest_weight_size(model: ModelSpec) -> int:
-    """Elements of the policy's largest array."""
+    """Counts the elements of the policy's largest array."""
     heads = max(model.heads, model.kv_heads) * model.head_size
     layer = model.embed * max(heads, model.ffn * max(1, model.family.experts))
+    # Layers are stacked into one array, and so are the experts of a layer.
     return max(model.vocab * model.embed, model.layers * layer)
 
 
 def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
-    """Reads the tokenizer and builds the step for a mesh.
+    """Builds a job from a config and a mesh.
 
     Raises:
-      ConfigError: the tokenizer is missing or damaged, has no end token, or more tokens than the
-        model has rows; bans leave no token to sample; stop strings are too many or cannot be
-        written; a warm start is asked for where there is nothing to train it on.
+      ConfigError: The tokenizer is missing or damaged, has no end token, or has more tokens than
+        the model's vocabulary. Or banned tokens leave too few to sample. Or stop strings are too
+        many or cannot be encoded. Or a warm start is set for data that it cannot train on.
     """
     thinking, folder = config.rollout.enable_thinking, config.data.tokenizer
     tokenizer = (
@@ -310,6 +322,7 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
             "the warm start trains a fresh model on the built-in tasks; with"
             f" {conflicting_setting} set --sft.steps 0"
         )
+    # Evaluations build this table much later, so its errors are found now.
     if config.eval.stop != "same":
         with translate_settings({"rollout.stop": "eval.stop"}):
             tokenizer.with_stops(config.eval.stop, ()).build_stop_table(config.eval.stop)
@@ -328,8 +341,11 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
 
 
 def _pin_day(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[ResolvedConfig, Tokenizer]:
-    """Pins the day that a chat template may write, so that prompts do not change over midnight:
-    that of the config, of what its folder holds, or today."""
+    """Pins the date for chat templates.
+
+    The date is that of the config, else of the workdir, else today.
+    """
+    # Otherwise prompts would change at midnight, and a resumed run would see other prompts.
     if not tokenizer.reads_clock:
         return dataclasses.replace(config, today=""), tokenizer
     day = config.today or _read_day(config.workdir)
@@ -337,10 +353,10 @@ def _pin_day(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[ResolvedConf
 
 
 def _read_day(workdir: str) -> str:
-    """The day of the run or of the evaluation in a folder, else today: as process 0 finds it."""
+    """Returns the day recorded in a folder, else today. Process 0 decides for all."""
     day, folder = datetime.date.today(), expand_user_path(workdir, "--workdir")
     for name, key in _DAY_KEYS.items() if jax.process_index() == 0 else ():
-        # a damaged file is refused where the folder is judged
+        # A damaged file is reported later, when the folder is checked.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OSError):
             saved = flatten_settings(parse_json((folder / name).read_bytes()))
             day = datetime.date.fromisoformat(saved[key])
@@ -348,7 +364,7 @@ def _read_day(workdir: str) -> str:
 
 
 def _check_banned_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
-    """Whether `rollout.banned` leaves answers that differ."""
+    """Checks that `rollout.banned` leaves a choice of tokens."""
     rollout = config.rollout
     allowed_ids = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
     require(
@@ -365,8 +381,7 @@ def _check_banned_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
 
 
 def to_local_job(job: Job) -> Job:
-    """This job on a mesh of this process's devices only, for work that one process does for
-    all; a lone process keeps its mesh."""
+    """Returns a job on this process's devices only."""
     if jax.process_count() == 1:
         return job
     config = dataclasses.replace(
@@ -378,7 +393,7 @@ def to_local_job(job: Job) -> Job:
 
 
 def with_full_pool(config: ResolvedConfig) -> ResolvedConfig:
-    """This job with all pages that can be needed: those that a config has are for the prompts of
-    its own data shards."""
+    """Returns the config with a pool of full size."""
+    # A number of pages in the config is meant for its own data shards, not for another mesh.
     engine = dataclasses.replace(config.rollout.engine, pages=0)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))

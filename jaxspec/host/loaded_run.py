@@ -1,4 +1,4 @@
-"""A training run's checkpoint on the devices, answering one prompt at a time, round by round."""
+"""Checkpoints of runs, loaded to answer prompts round by round."""
 
 import contextlib
 import time
@@ -52,22 +52,26 @@ class SavedRun(NamedTuple):
     """A training run's checkpoint on disk."""
 
     folder: Path
+    """Folder of the run."""
     number: int
+    """Number of the checkpoint."""
     config: ResolvedConfig
     subfolder: str = CHECKPOINTS
-    """The folder in `folder` that has the checkpoint."""
+    """Folder within `folder` that contains the checkpoint."""
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoint is."""
+        """Folder that contains the checkpoint."""
         return self.folder / self.subfolder
 
 
 def find_run(path: str) -> SavedRun:
-    """Looks a checkpoint up: the one named, or a run's newest.
+    """Finds a checkpoint.
+
+    `path` names a checkpoint, or a run whose newest one is used.
 
     Raises:
-      ConfigError: there is no run, or no checkpoint in it.
+      ConfigError: There is no run at the path, or the run has no such checkpoint.
     """
     named = expand_user_path(path, "--checkpoint")
     names_number = (
@@ -94,17 +98,18 @@ def find_run(path: str) -> SavedRun:
         f"{folder / subfolder} has no checkpoint {number}; it has {', '.join(map(str, numbers))}",
     )
     with prefix_errors(str(file)):
-        # nothing is learnt from it, and a loss of the user's own may not be here
+        # The loss is not needed to generate, and a user's own loss may not be installed here.
         config = replace(from_json(saved), loss=LossConfig())
         return SavedRun(folder, number, config, subfolder)
 
 
 def check_tokenizer(trained_folder: str, requested_folder: str) -> None:
-    """Whether a tokenizer's folder can be that of a run, which was told `trained`.
+    """Checks that a tokenizer can replace the run's own.
 
     Raises:
-      ConfigError: only one of them is the built-in tokenizer, or there is no such folder.
+      ConfigError: Only one of the two is the built-in tokenizer, or the folder has no tokenizer.
     """
+    # The folder may have moved since, so the paths need not be equal.
     differs = (
         f"--tokenizer {requested_folder!r}: the run was trained with"
         f" {trained_folder or 'the built-in characters'}; leave it out"
@@ -118,10 +123,10 @@ def check_tokenizer(trained_folder: str, requested_folder: str) -> None:
 
 
 def check_draft_weights(trained: DraftConfig, requested: DraftConfig) -> None:
-    """Whether a run has weights for a draft that is wanted of it.
+    """Checks that a run has the requested draft.
 
     Raises:
-      ConfigError: it has none, or of another form.
+      ConfigError: The run has no weights for that kind, or weights of another form.
     """
     unlearned = [name for name in get_args(DraftKind) if get_kind(name).learned is None]
     unlearned.sort(key=lambda name: name != "none")
@@ -132,6 +137,7 @@ def check_draft_weights(trained: DraftConfig, requested: DraftConfig) -> None:
         f" {requested.kind}; possible are {possible_kinds}"
     )
     require(not requested.is_learned or requested.kind == trained.kind, mismatch)
+    # A draft with another value of these would need other weights.
     for name in (
         ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention")
         if requested.is_learned
@@ -146,19 +152,22 @@ def check_draft_weights(trained: DraftConfig, requested: DraftConfig) -> None:
 
 
 def open_single_shard(config: ResolvedConfig) -> Job:
-    """The job on one data shard: all threads of a CPU, or as many devices as `mesh.tensor` says,
-    for a few rows."""
+    """Opens a job with a single data shard.
+
+    The shard is one CPU device with all threads, or `mesh.tensor` devices.
+    """
     start_jax(config, config.mesh.tensor)
+    # The run may have had more devices than this machine.
     tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
     config = replace(with_full_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
     return make_job(config, meshes.make_mesh(*check_config(config, devices=tensor)))
 
 
 def restore_weights(run: SavedRun, job: Job, samples: int) -> RolloutWeights:
-    """Policy and draft in the rollout layout, to answer one prompt `samples` times.
+    """Restores policy and draft in the rollout layout.
 
-    The draft temperatures are those that the run has tuned; where the job drafts deeper, at factor
-    1 from there on.
+    A prompt is answered `samples` times. Draft temperatures are those tuned by the run. Depths
+    beyond the run's own use factor 1.
     """
     bare, trained = restore_merged_state(run, job)
     generator = job.step.generator.with_(prompts=1, group_size=samples)
@@ -168,18 +177,20 @@ def restore_weights(run: SavedRun, job: Job, samples: int) -> RolloutWeights:
 
 
 def restore_merged_state(run: SavedRun, job: Job) -> tuple[TrainState, Generator]:
-    """The run's state on the job's mesh, as `read_state` does, with the draft if the job's drafts
-    by weights; and the run's own generator.
+    """Restores the run's state on the job's mesh.
 
-    Adapters are merged as the run merges them to generate.
+    Adapters are merged into the policy. Includes the draft if the job uses a learned one. Also
+    returns the run's own generator.
     """
+    # Checkpoints have the shapes of the run's config, but shardings of the mesh that is here.
     run_config = replace(run.config, mesh=job.config.mesh)
     stop = job.step.generator.settings.stop
     run_step = build_step(run_config, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size, stop)
     state = read_state(run, run_step, job.config.rollout.draft.is_learned)
     learner, policy = state.learner, state.learner.policy
     if isinstance(policy.network, AdaptedDecoder):
-        # rounded by the run's own seed, which need not be that of the job
+        # The merged weights are rounded by the run's seed, so that they equal those that the run
+        # sampled with. The job may have another seed.
         network = jax.jit(merge_lora)(
             policy.network, rounding_key(run_config.seed, learner.version)
         )
@@ -188,10 +199,14 @@ def restore_merged_state(run: SavedRun, job: Job) -> tuple[TrainState, Generator
 
 
 def read_state(run: SavedRun, step: Step, with_draft: bool) -> TrainState:
-    """The run's state on the mesh of `step`, which has the run's config, without the optimizers;
-    the draft only where it is wanted."""
+    """Reads the run's state without optimizer states.
+
+    The result is on the mesh of `step`, which must be built from the run's config. The draft is
+    read only if `with_draft` is set.
+    """
     state, _, _ = abstract_arguments(step, run.config.batch.prompts)
     learner = state.learner
+    # Leaves that are None here are not read: moments alone can be twice the size of the weights.
     draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
     policy = learner.policy.replace(optimizer=None)
     bare = state.replace(learner=learner.replace(policy=policy, draft=draft, reference=None))
@@ -203,37 +218,44 @@ def read_state(run: SavedRun, step: Step, with_draft: bool) -> TrainState:
 def resize_overlap(
     overlap: Float[Array, "K F"], generator: Generator, grid: tuple[float, ...]
 ) -> Float[Array, "K2 F2"]:
-    """What a run has measured of the draft temperatures on a `grid` of factors, for as many depths
-    as a generator drafts; nothing, if that has another grid."""
+    """Resizes a run's overlap table to a generator.
+
+    The table has a row for each depth and a column for each factor of the temperature. `grid` has
+    the temperature factors of the run. If the generator's grid differs, the result is as for a new
+    run.
+    """
     length = generator.draft_length
+    # Columns belong to factors, so a table of another grid cannot be used.
     if generator.settings.grid != grid:
         return draft_temperature.init_overlap(length, generator.settings.grid)
     return jnp.pad(overlap, [(0, max(0, length - len(overlap))), (0, 0)])[:length]
 
 
 class RoundTokens(NamedTuple):
-    """What one round gave to a row."""
+    """Tokens of one row from one round."""
 
     tokens: list[int]
     accepted: int
-    """How many of them, from the first on, were drafted."""
+    """Number of leading tokens that came from the draft."""
 
 
 class PromptAnswer(NamedTuple):
-    """All rows of a prompt, when they have ended."""
+    """Summary of the finished rows of a prompt."""
 
     metrics: dict[str, float]
-    """As in training."""
+    """Generation metrics, as in training."""
     status: list[int]
+    """Final status of each row."""
     seconds: float
+    """Time of generation, without the time that the caller takes between rounds."""
 
 
 class LoadedRun:
-    """A checkpoint on the devices, and its compiled calls: one prompt at a time, round by round."""
+    """A checkpoint on the devices, ready to answer prompts."""
 
     def __init__(self, job: Job, weights: RolloutWeights, samples: int) -> None:
-        # A group of one is no group to learn from, so the config cannot say it. Rounds come one at
-        # a time, all alike.
+        # Set here, since a config with a baseline refuses a group size of 1. Loops with fewer slots
+        # and changing draft lengths are off: the caller advances single rounds.
         generator = job.step.generator.with_(prompts=1, group_size=samples, tail=(), lengths=())
 
         def advance_one_round(weights: RolloutWeights, decode_state: DecodeState) -> DecodeState:
@@ -260,11 +282,11 @@ class LoadedRun:
         idle_prompts = put_like(
             jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._layout), self._layout
         )
-        # a program's first call is slower than the others
+        # Warms up the programs, whose first calls are slower.
         self._advance(weights, self._begin(weights, idle_prompts))
 
     def generate_rounds(self, problem: Problem) -> Iterator[list[RoundTokens] | PromptAnswer]:
-        """Yields what each round gives to every row, then the answer as a whole."""
+        """Yields each round's tokens of all rows, then a summary."""
         start_time, seconds = time.perf_counter(), 0.0
         decode_state = self._begin(self._weights, self._place_prompt(problem))
         lengths, accepted, status = (
@@ -272,6 +294,7 @@ class LoadedRun:
             np.zeros(1, int),
             np.full(1, RUNNING),
         )
+        # Until the first round returns all rows, one element stands for all of them.
         while np.any(status == RUNNING):
             decode_state = self._advance(self._weights, decode_state)
             rollout = jax.device_get(decode_state.rollout)
@@ -294,6 +317,7 @@ class LoadedRun:
                 RoundTokens(row[first:stop].tolist(), int(count))
                 for row, first, stop, count in rows
             ]
+            # The clock restarts here, so that time spent by the caller is not counted.
             start_time = time.perf_counter()
         yield PromptAnswer(
             metrics_to_host(self._measure(decode_state, self._weights)), status.tolist(), seconds
@@ -303,6 +327,7 @@ class LoadedRun:
         tokens, lengths = pad_prompts(
             [problem], self._layout.tokens.shape[1], self.job.tokenizer.pad_id
         )
+        # Noise depends on the batch number, so a repeated prompt gets new samples.
         number, self._prompt_count = self._prompt_count, self._prompt_count + 1
         empty_prompts = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._layout)
         prompts = empty_prompts.replace(
@@ -316,10 +341,13 @@ class LoadedRun:
 
 
 def encode_prompt(text: str, config: ResolvedConfig, tokenizer: Tokenizer) -> Problem:
-    """Renders a prompt as training did; of a mixture, as its first set.
+    """Renders and encodes a prompt as in training.
+
+    If the run was trained on a mixture, uses the first set's instruction.
 
     Raises:
-      ConfigError: characters that the tokenizer lacks, or more tokens than `max_prompt_length`.
+      ConfigError: The tokenizer lacks some characters, or the prompt has more tokens than
+        `max_prompt_length`.
     """
     data = config.training_sets[0].data
     question = f"{text}\n{data.instruction}" if data.path and data.instruction else text

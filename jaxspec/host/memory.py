@@ -1,4 +1,4 @@
-"""Memory that a run takes on each device, by owner."""
+"""Memory use on each device, by owner."""
 
 import contextlib
 import math
@@ -21,42 +21,43 @@ GIB = 2**30
 
 
 class MemoryUse(NamedTuple):
-    """One of the things that a run keeps."""
+    """Memory of one owner, like the policy weights."""
 
     name: str
     size: int
     """Bytes on each device."""
     remedy: str
-    """What shrinks it."""
+    """Settings that reduce it."""
 
 
 POOL = "the pool of keys and values"
-TEMPORARIES = "what learning and generation take beside that while they run"
+TEMPORARIES = "temporary buffers of learning and generation"
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on each device, as shapes say them."""
+    """Bytes on each device, computed from shapes."""
 
     training_uses: list[MemoryUse]
-    """What training keeps all the time."""
+    """Memory held during the whole run."""
     weights: int
-    """As generation reads them."""
+    """Bytes of the weights in the rollout layout."""
     pool: int
-    """Of keys and values."""
+    """Bytes of one pool of keys and values."""
     pool_count: int
-    """How many there are at once, at most."""
+    """Largest number of pools that exist at once."""
 
     @property
     def training(self) -> int:
-        """Of what is kept."""
+        """Bytes of `training_uses`."""
         return sum(use.size for use in self.training_uses)
 
     def room(self, limit: int) -> int:
-        """That a pool may have beside the others."""
+        """Returns the bytes available to each pool within `limit`."""
         return (limit - limit // SPARE - self.training - self.weights) // self.pool_count
 
 
 def compute_usage(step: Step, prompts: int) -> DeviceBytes:
+    """Computes memory use from shapes. Compiles and allocates nothing."""
     (state, _, abstract_prompts), generator = abstract_arguments(step, prompts), step.generator
     rollout_weights = jax.eval_shape(step.sync, state)
     decode_state = jax.eval_shape(generator.begin, rollout_weights, abstract_prompts)
@@ -86,20 +87,20 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
         training_uses=training_uses,
         weights=generator.weight_bytes(rollout_weights),
         pool=_tree_size((decode_state.caches, prompt_caches)) // step.mesh.size,
-        # a pilot times rounds of each length on a pool that stays as it is
+        # A pilot times each draft length from the same state, so its pool cannot be donated.
         pool_count=2 if generator.settings.lengths and not times_real_rounds(generator) else 1,
     )
 
 
 def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[MemoryUse]:
-    """What a run takes on each device, by owner: what it keeps, and what its compiled `programs`
-    take beside that while they run.
+    """Lists memory use on each device by owner.
 
-    Programs do not run at the same time, so the one that takes most counts. What that is for is
-    told where shapes say it: weights as generation reads them, and the pool of keys and values; the
-    rest are mostly the activations of a micro-batch.
+    Owners are arrays of the training state, the rollout copy of the weights, the pool of keys and
+    values, and temporary buffers of the compiled `programs`. The buffers are mostly activations of
+    a micro-batch. Owners without memory are left out.
     """
     usage = compute_usage(step, prompts)
+    # Programs never run at the same time, so only the largest one counts.
     peak = peak_size(programs, usage.training)
     pool = usage.pool_count * usage.pool
     min_tokens = step.generator.row_length - 1
@@ -122,13 +123,14 @@ def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> l
             else 0,
             "--dynamic_sampling.max_batches 0, or smaller batches",
         ),
+        # The compiler reports one sum. Shapes tell how much of it is weights and pool.
         MemoryUse(TEMPORARIES, max(peak - usage.weights - pool, 0), tokens_remedy),
     ]
     return [use for use in memory if use.size]
 
 
 def _describe_pool_remedy(step: Step, prompts: int) -> str:
-    """What shrinks the pool."""
+    """Names the settings that reduce the pool, with their values."""
     settings, answers_remedy = step.generator.settings, "or shorter answers"
     if not settings.page_size:
         return (
@@ -144,45 +146,47 @@ def _describe_pool_remedy(step: Step, prompts: int) -> str:
 
 
 LEARNERS = ("step", "train")
-"""Programs in which the learner runs: they get the whole state."""
+"""Names of programs that run the learner. Their arguments include the whole training state."""
 _LOADER = "prepare"
-"""The program that gets nothing but the part of the state that it reads. The rest run while the
-state lies there."""
+"""Name of the program whose arguments are only parts of the training state."""
 
 
 def peak_size(programs: Mapping[str, Any], state: int) -> int:
-    """Bytes that the program which takes most takes beside the `state` ones of the state."""
+    """Returns the bytes of the largest program. Excludes `state` bytes of the training state."""
     return max((_extra_size(name, program, state) for name, program in programs.items()), default=0)
 
 
 def _extra_size(name: str, program: Any, state: int) -> int:
-    """Bytes that a compiled program takes on each device beside those of the state."""
+    """Returns a program's bytes on each device. Excludes the training state."""
     stats = program.memory_analysis()
-    if stats is None:  # a backend that does not say
+    if stats is None:  # some backends have no memory analysis
         return 0
+    # Arguments that are part of the training state are already counted by its owners.
     shared = state if name in LEARNERS else stats.argument_size_in_bytes if name == _LOADER else 0
+    # Donated arguments share memory with outputs, and would be counted twice.
     inputs = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.temp_size_in_bytes + max(inputs - shared, 0)
 
 
 SPARE = 50
-"""One in so many bytes stays free where the pool is sized: programs put together take a little more
-than each by itself."""
+"""Fraction 1 / `SPARE` of memory stays free when the pool is sized. Programs joined into one take
+slightly more memory than each by itself."""
 
 
 def page_arguments(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
-    """Of a shard's pages, as `smallest_pool` takes it."""
+    """Returns one shard's arguments of `smallest_pool`."""
     generator, settings = step.generator, step.generator.settings
     sizes = generator.prompt_length, settings.max_new_tokens, generator.draft_length
     return (prompts // row_shard_count(generator.mesh), *sizes, settings.page_size)
 
 
 def count_all_pages(step: Step, prompts: int) -> int:
+    """Counts the pages that avoid any preemption."""
     return whole_pool(*page_arguments(step, prompts), slots=step.generator.settings.slots)
 
 
 def report_memory(step: Step, memory: list[MemoryUse], limit: int) -> str:
-    """The bytes of a device by owner, in a line; `limit` is what it has."""
+    """Formats memory use by owner in one line. `limit` is the memory of a device."""
     owners = ", ".join(
         f"{use.name} {format_size(use.size)}" for use in sorted(memory, key=lambda use: -use.size)
     )
@@ -201,14 +205,16 @@ def report_memory(step: Step, memory: list[MemoryUse], limit: int) -> str:
 
 @contextlib.contextmanager
 def explain_memory_errors(memory: list[MemoryUse]) -> Iterator[None]:
-    """Says what takes the memory where a device runs out of it all the same.
+    """Adds memory owners to out-of-memory errors.
 
     Raises:
-      ConfigError: names each part, its size and the setting that shrinks it.
+      ConfigError: A device ran out of memory. Names each owner, its size and its remedy.
     """
+    # The plan covers only the state and the compiled programs, so a device can still run out.
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        # JAX has no exception type for this, only the status code in the text.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         first_line = str(error).splitlines()[0]
@@ -220,22 +226,27 @@ def explain_memory_errors(memory: list[MemoryUse]) -> Iterator[None]:
 
 
 def device_memory() -> int:
-    """Bytes that JAX may use on a device: a CPU's devices share the machine's memory."""
+    """Returns the bytes available to JAX per device."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
+    # CPU devices report nothing, and share the memory of the machine.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
 def min_over_processes(size: int) -> int:
-    """The least of a number of bytes that each process has, in whole MiB where there are several:
-    all must choose alike."""
+    """Returns the minimum of `size` over all processes.
+
+    With several processes it is rounded down to whole MiB.
+    """
     if jax.process_count() == 1:
         return size
+    # JAX has no 64-bit integers by default, and a number of MiB fits into 32 bits.
     return int(np.min(multihost_utils.process_allgather(np.int32(size // 2**20)))) * 2**20
 
 
 def list_remedies(memory: list[MemoryUse]) -> str:
+    """Lists owners, sizes and remedies, largest first."""
     return "; ".join(
         f"{use.name} {format_size(use.size)} (less with {use.remedy})"
         for use in sorted(memory, key=lambda use: -use.size)
@@ -243,10 +254,12 @@ def list_remedies(memory: list[MemoryUse]) -> str:
 
 
 def format_total(memory: list[MemoryUse]) -> str:
+    """Formats the sum over all owners."""
     return format_size(sum(use.size for use in memory))
 
 
 def format_size(size: int) -> str:
+    """Formats bytes as GiB, or MiB if smaller."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
@@ -255,7 +268,7 @@ def _byte_count(shape: tuple[int, ...], leaf: Any) -> int:
 
 
 def _device_size(tree: PyTree) -> int:
-    """Bytes on a device; what lies in host memory is none of them."""
+    """Returns a tree's bytes per device. Leaves in host memory do not count."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST_MEMORY]
     return sum(_byte_count(leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in leaves)
 

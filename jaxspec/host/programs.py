@@ -1,4 +1,4 @@
-"""Compiles the programs of a job ahead of time, and places their arguments."""
+"""Ahead-of-time compilation, and placement of arguments."""
 
 import time
 from collections.abc import Callable
@@ -21,12 +21,15 @@ from jaxspec.system.compiling import LinePrinter, track_compilation
 
 
 def abstract_leaf(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array that is not there, with a sharding."""
+    """Returns an array's shape and dtype with `sharding`."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def abstract_arguments(step: Step, prompts: int) -> tuple[TrainState, ScoredRollout, Prompts]:
-    """Shapes, types and shardings of the step's arguments. Nothing is allocated."""
+    """Describes the step's arguments without allocating them.
+
+    The results have shapes, dtypes and shardings.
+    """
     state = jax.tree.map(
         abstract_leaf, jax.eval_shape(step.init_random_state), step.state_shardings()
     )
@@ -34,20 +37,21 @@ def abstract_arguments(step: Step, prompts: int) -> tuple[TrainState, ScoredRoll
 
 
 def abstract_scored_rollout(step: Step, prompts: int) -> ScoredRollout:
-    """Shapes, types and shardings of a scored rollout."""
+    """Describes a scored rollout without allocating it."""
     rows = prompts * step.generator.settings.group_size
     shapes = jax.eval_shape(lambda: step.empty_scored_rollout(rows))
+    # The plan's first axis is not rows, so it has shardings of its own.
     plan = jax.tree.map(abstract_leaf, shapes.plan, plan_shardings(step.mesh))
     return _abstract_rows(shapes, step.mesh).replace(plan=plan)
 
 
 def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
-    """Shapes, types and shardings of a generator's prompts."""
+    """Describes a generator's prompts without allocating them."""
     return _abstract_rows(jax.eval_shape(lambda: generator.no_prompts(prompts)), generator.mesh)
 
 
 def _abstract_rows(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Shapes whose first axis is rows, with the sharding of rows; scalars are everywhere."""
+    """Shards every leaf by rows. Scalars are replicated."""
     row_sharding, replicated = meshes.row_sharding(mesh), meshes.replicated_sharding(mesh)
     return jax.tree.map(
         lambda leaf: abstract_leaf(leaf, row_sharding if leaf.ndim else replicated), tree
@@ -55,8 +59,11 @@ def _abstract_rows(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def put_like(tree: PyTree, layout: PyTree) -> PyTree:
-    """Host arrays, known to every process where it needs them, as global arrays placed as
-    `layout`."""
+    """Places host arrays on the devices.
+
+    The global arrays have the dtypes and shardings of `layout`. Each process must have the values
+    of the shards on its own devices.
+    """
 
     return jax.tree.map(
         lambda values, leaf: meshes.from_host_values(leaf, np.asarray(values, leaf.dtype)),
@@ -66,16 +73,20 @@ def put_like(tree: PyTree, layout: PyTree) -> PyTree:
 
 
 def metrics_to_host(metrics: dict[str, Array | float]) -> dict[str, float]:
-    """Metrics on the host."""
+    """Copies metrics to the host."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 def compile_ahead(
     function: Callable, *arguments: PyTree, print_line: LinePrinter | None = None, **options: Any
 ) -> tuple[Callable, PyTree]:
-    """Compiles a function for abstract arguments; returns it with its result's shapes and
-    shardings, to compile the next one for. Reports slow compiles through `print_line`."""
+    """Compiles a function for abstract arguments.
+
+    Returns the program, and its result's shapes and shardings. These can be arguments for
+    compiling the next function. Reports slow compiles through `print_line`.
+    """
     lowered = jax.jit(function, **options).lower(*arguments)
+    # Past compile times are kept in the cache, so that the report can say how long it takes.
     with track_compilation(function, arguments, cache_folder() / "compile_seconds", print_line):
         program = lowered.compile()
     return program, jax.tree.map(abstract_leaf, lowered.out_info, program.output_shardings)
@@ -84,22 +95,23 @@ def compile_ahead(
 def compile_for_generator(
     generator: Generator, function: Callable, *arguments: PyTree, **options: Any
 ) -> tuple[Callable, PyTree]:
-    """`compile_ahead` for what generates, by the options of the generator's programs."""
+    """Compiles a function with the generator's compiler options."""
     return compile_ahead(
         function, *arguments, compiler_options=generator.compiler_options, **options
     )
 
 
 def times_real_rounds(generator: Generator) -> bool:
-    """Whether a run's first rollout times rounds of each draft length, in place of a pilot.
+    """Whether the first rollout of a run replaces a pilot.
 
-    So do accelerators, on which compiling a pilot takes minutes.
+    It then times rounds of each draft length itself.
     """
+    # On accelerators compiling a pilot takes minutes.
     return bool(generator.settings.lengths) and meshes.has_accelerators(generator.mesh)
 
 
 def compile_generation(step: Step, weights: RolloutWeights, prompts: Prompts) -> Any:
-    """Compiles generation as one program, from its first token to its last."""
+    """Compiles a whole rollout as one program."""
     generator, by_row = step.generator, meshes.row_sharding(step.mesh)
     return compile_for_generator(
         generator, generator.generate, weights, prompts, out_shardings=by_row
@@ -107,29 +119,29 @@ def compile_generation(step: Step, weights: RolloutWeights, prompts: Prompts) ->
 
 
 def compile_generation_alone(step: Step, prompts: int) -> Any:
-    """The program of generation by itself, for what it takes of memory."""
+    """Compiles generation without learning, to measure its memory."""
     state, _, abstract_prompts = abstract_arguments(step, prompts)
     _, weights = compile_ahead(step.sync, state)
     return compile_generation(step, weights, abstract_prompts)
 
 
 class TimedRollout(NamedTuple):
-    """A rollout against the clock."""
+    """A rollout with its times."""
 
     rollout: Rollout
     prefill_seconds: float
     loop_seconds: float
     rounds: int
-    """Of the longest loop: that of the shard that made most."""
+    """Rounds of the data shard that made the most."""
 
     @property
     def seconds(self) -> float:
-        """Prefill and loop together."""
+        """Time of the whole rollout, prefill included."""
         return self.prefill_seconds + self.loop_seconds
 
 
 class TimedGeneration:
-    """Generation compiled in two parts, so that its rounds are timed without the prefill."""
+    """Generation whose rounds are timed without the prefill."""
 
     def __init__(self, generator: Generator, weights: RolloutWeights, prompts: Prompts):
         def advance_to_end(weights: RolloutWeights, decode_state: DecodeState) -> DecodeState:
@@ -150,8 +162,9 @@ class TimedGeneration:
         )
 
     def __call__(self, weights: RolloutWeights, prompts: Prompts) -> TimedRollout:
-        """Answers all prompts."""
+        """Answers all prompts, and times prefill and loop."""
         start_time = time.perf_counter()
+        # Calls return before the device has finished, so each time waits for its result.
         decode_state = jax.block_until_ready(self._begin(weights, prompts))
         prefill_time = time.perf_counter()
         rollout = jax.block_until_ready(

@@ -69,7 +69,7 @@ class PromptSource:
         return self._place({}, Stream.TRAIN, rollout, {})
 
     def local_problems(self, rollout: int) -> dict[int, Problem]:
-        """Problems of a training rollout whose rows this process owns, by place."""
+        """Returns the problems whose rows this process owns, by place."""
         return self._problems_at(rollout, self.is_local_prompt)
 
     def remember(self, rollout_number: int, rollout: Rollout) -> None:
@@ -101,7 +101,7 @@ class PromptSource:
         return {int(place): self._problems[first + int(place)] for place in np.flatnonzero(mask)}
 
     def _numbers(self, rollout: int) -> list[int]:
-        """Numbers of the problems of a training rollout, over all processes."""
+        """Returns the problem numbers of a training rollout, over all processes."""
         first = rollout * self._count
         return [self._problems.problem_number(first + place) for place in range(self._count)]
 

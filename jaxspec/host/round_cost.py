@@ -1,7 +1,7 @@
-"""Costs of rounds of each draft length on this machine, for runs that choose lengths by them.
+"""Round costs by draft length.
 
-On a CPU a pilot times them before the first batch. On an accelerator compiling a pilot would take
-minutes. There public figures predict them, and the first rounds of the run are timed.
+On a CPU a pilot times rounds before the first batch. On an accelerator public figures of the card
+predict them, and the first rollout corrects the predictions.
 """
 
 import functools
@@ -39,26 +39,26 @@ from jaxspec.storage.tables import load_table, save_table
 from jaxspec.system.terminal import print_line
 
 AdvanceRounds = Callable[[RolloutWeights, DecodeState, np.int32], DecodeState]
-"""Makes so many rounds. Donates the rollout that it is given."""
+"""Runs the given number of rounds. Donates the decode state."""
 AdvanceSlice = Callable[[DecodeState], DecodeState]
-"""Makes the rounds of one slice."""
+"""Runs the rounds of one slice."""
 PILOT_ROUNDS = 16
-"""Rounds that are timed together, at most."""
+"""Largest number of rounds in a timed call of the pilot."""
 MIN_REPEATS, MAX_REPEATS, PILOT_SECONDS = 7, 100, 0.3
-"""Calls of each number of rounds: at least and at most so many, and as long as they take."""
+"""Limits on the repeats of a pilot's pair of calls, and seconds to spend on them in between."""
 TIMED_ROUNDS = 4
-"""Rounds of real work that are timed for a length, after two others: 21 for three lengths."""
+"""Rounds that the first rollout times for a length: with the warm-up, 21 rounds for 3 lengths."""
 CHECK_INTERVAL = 64
-"""Rounds after which the first rollout looks whether its rounds have costs that were not timed."""
+"""Rounds between checks of the first rollout for costs that were not timed yet."""
 UNBOUNDED = np.iinfo(np.int32).max
-"""Rounds of a slice that goes on to the end."""
+"""Number of rounds of a slice that runs until all rows have ended."""
 
 
 def add_length_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
-    """Adds the costs that draft lengths are chosen by, unless all rounds draft alike."""
+    """Adds round costs, if the generator chooses draft lengths."""
     if state.generator.chooser is None:
         return state
-    predicts_costs = times_real_rounds(step.generator)  # for which shapes are enough
+    predicts_costs = times_real_rounds(step.generator)  # predictions need only shapes
     weights = jax.eval_shape(step.sync, state) if predicts_costs else jax.jit(step.sync)(state)
     chooser = make_length_chooser(step.generator, weights, prompts)
     chooser = put_like(
@@ -70,10 +70,10 @@ def add_length_chooser(step: Step, state: TrainState, prompts: Prompts) -> Train
 def make_length_chooser(
     generator: Generator, weights: RolloutWeights, prompts: Prompts
 ) -> LengthChooser:
-    """Returns the costs of this machine and the draft's acceptance, as far as they are known.
+    """Returns round costs and the draft's acceptance.
 
-    On a CPU both are measured now, unless an earlier run has kept the costs. On an accelerator
-    costs that were not kept are predicted, and nothing is known of acceptance.
+    Costs that an earlier run saved are reused. Otherwise they are measured on a CPU, and predicted
+    on an accelerator. Acceptance is measured on a CPU, and unknown on an accelerator.
     """
     if times_real_rounds(generator):
         return predict_chooser(generator, weights)
@@ -84,16 +84,14 @@ def make_length_chooser(
 
 
 def _run_pilot(generator: Generator, weights: RolloutWeights, prompts: Prompts) -> LengthChooser:
-    """The cost table of this machine, measured once for each model and shape, and the acceptance of
-    the draft on some prompts.
+    """Measures round costs and the draft's acceptance.
 
-    Every round is one of the program that a run uses, with the table that makes it choose that
-    length; end tokens and stop strings are off. The same on every process: process 0's seconds
-    count. What a draft reads more after rounds of other lengths is in no cost: a wide pass now and
-    then.
+    Costs are measured once for each model and shape, then cached. End tokens and stop strings are
+    off. All processes use the times of process 0. Costs leave out the tokens that a draft catches
+    up on after rounds of other lengths.
     """
-    # With the coins of a batch, its lengths would be chosen by what these bring, and its tokens
-    # would follow another distribution.
+    # With the noise of a training batch, lengths would depend on that batch's own tokens, and the
+    # tokens would follow another distribution.
     prompts = prompts.replace(
         stream=put_like(
             np.int32(Stream.PILOT),
@@ -105,6 +103,7 @@ def _run_pilot(generator: Generator, weights: RolloutWeights, prompts: Prompts) 
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
     empty = length_chooser.unmeasured(settings.lengths, longest)
 
+    # A table in which one length is cheapest makes the run's own program choose that length.
     def force_length(length_index: int) -> RolloutWeights:
         cost = jnp.asarray(length_chooser.forced_cost(empty.round_cost.shape, length_index))
         chooser = jax.device_put(
@@ -167,7 +166,7 @@ def _run_pilot(generator: Generator, weights: RolloutWeights, prompts: Prompts) 
 
 
 def _set_workload(state: DecodeState, live: int, shards: int, first_position: int) -> DecodeState:
-    """The state with `live` rows of each shard, which begin at about position `first_position`."""
+    """Limits a state to `live` rows per shard, near position `first_position`."""
     rollout = state.rollout
     numbers = jnp.arange(len(rollout.status), dtype=jnp.int32) % (len(rollout.status) // shards)
     status = jnp.where(numbers < live, rollout.status, EOS)
@@ -183,16 +182,15 @@ def _set_workload(state: DecodeState, live: int, shards: int, first_position: in
 
 
 def _time_round(run: Any, rounds: int) -> float:
-    """Seconds of a round: what `rounds` more of them add to a call, both at their fastest, since
-    others' work only ever adds."""
+    """Returns the seconds of a round: the time that `rounds` more of them add to a call."""
 
     def time_call(count: int) -> float:
         start_time = time.perf_counter()
         jax.block_until_ready(run(jnp.int32(count)))
         return time.perf_counter() - start_time
 
-    time_call(1)
-    # all must make the same number of calls
+    time_call(1)  # warm-up
+    # Calls have collectives, so all processes must make the same number of them.
     pair_seconds = float(
         _broadcast_table(np.asarray(time_call(1) + time_call(1 + rounds), np.float32))
     )
@@ -200,6 +198,7 @@ def _time_round(run: Any, rounds: int) -> float:
         (time_call(1), time_call(1 + rounds))
         for _ in range(max(MIN_REPEATS, min(MAX_REPEATS, int(PILOT_SECONDS / pair_seconds))))
     ]
+    # Other programs can only slow a call down, so the minimum is the best estimate.
     short_seconds, long_seconds = (min(times) for times in zip(*pairs, strict=True))
     return length_chooser.seconds_of_round(short_seconds, long_seconds, rounds)
 
@@ -208,9 +207,9 @@ def _time_round(run: Any, rounds: int) -> float:
 
 
 def predict_chooser(generator: Generator, weights: RolloutWeights) -> LengthChooser:
-    """Returns the costs that an earlier run has timed, or those that public figures predict.
+    """Loads costs of an earlier run, or predicts them.
 
-    Of `weights` only the shapes count.
+    `weights` may be shapes only.
     """
     empty = length_chooser.unmeasured(generator.settings.lengths, generator.row_length)
     cost = _load_costs(_cost_file(generator, generator.prompt_length), empty.round_cost.shape)
@@ -228,7 +227,7 @@ def predict_chooser(generator: Generator, weights: RolloutWeights) -> LengthChoo
 
 
 def _find_devices(mesh: Mesh) -> GeneratorDevices:
-    """The devices of a shard in public figures, with a remark if there are none of them."""
+    """Returns the public figures of a shard's devices. Prints a remark if they are unknown."""
     kind = mesh.devices.flat[0].device_kind
     card = find_card_by_kind(kind)
     if card is None and jax.process_index() == 0:
@@ -243,11 +242,9 @@ def _find_devices(mesh: Mesh) -> GeneratorDevices:
 
 
 class RoundTimer:
-    """Times rounds of each draft length in the first rollout of a run on a machine.
+    """Timer of rounds in the first rollout.
 
-    A length is forced for a few rounds, in each loop and context that the rollout comes to.
-    Choices depend on seconds of earlier rounds alone, those of process 0 on every process:
-    sampling stays exact.
+    Forces each length for a few rounds, in each loop and context that the rollout reaches.
     """
 
     def __init__(self, generator: Generator, slice_rounds: int = UNBOUNDED) -> None:
@@ -260,20 +257,21 @@ class RoundTimer:
             out_shardings=replicated_sharding(generator.mesh),
         )
         self._times_next = False
-        """Whether the next training rollout is timed, whatever its number."""
+        """Whether the next training rollout is timed, even if it is not the first."""
         self._costs: TimedCosts | None = None
-        """Of the rollout that is being timed."""
+        """Costs of the rollout that is being timed, if any."""
         self._was_timed = False
-        """Whether the last slice was timed: only costs that are not known are timed right after."""
+        """Whether the last slice was timed."""
 
     def time_next_rollout(self) -> None:
-        """Times the next training rollout: the run comes from another machine."""
+        """Times the next training rollout, whatever its number."""
+        # For a resumed run from another machine, where rounds had other costs.
         self._times_next = True
 
     def begin_rollout(
         self, advance: AdvanceRounds, weights: RolloutWeights, prompts: Prompts
     ) -> AdvanceSlice:
-        """Returns how a rollout is advanced by a slice."""
+        """Begins a rollout. Returns the function that advances it by a slice."""
         chooser = weights.drafter.chooser
         assert chooser is not None, "lengths are chosen by costs"
         is_training = int(prompts.stream) == Stream.TRAIN
@@ -288,12 +286,12 @@ class RoundTimer:
         return functools.partial(self._advance_slice, costs, advance, weights)
 
     def end_rollout(self) -> np.ndarray | None:
-        """Keeps and returns the costs after the first rollout. None: it was another one."""
+        """Saves and returns a timed rollout's costs. None if it was not timed."""
         costs, self._costs = self._costs, None
         if costs is None:
             return None
         self._times_next = False
-        # with a length missing, the next run would not time it either
+        # The next run times nothing if there is a file, so an incomplete one is not saved.
         if costs.has_all_lengths and jax.process_index() == 0:
             save_table(self._file, costs.table, "the next run times its rounds anew")
         return costs.table
@@ -306,6 +304,7 @@ class RoundTimer:
         decode_state: DecodeState,
     ) -> DecodeState:
         cell = self._find_cell(decode_state)
+        # Right after a timed slice, repeats of known costs can wait.
         length_index = None if cell is None else costs.due(*cell, again=not self._was_timed)
         self._was_timed = length_index is not None
         if cell is None or length_index is None:
@@ -315,30 +314,32 @@ class RoundTimer:
         forced_weights = _with_costs(
             weights, length_chooser.forced_cost(costs.table.shape, length_index)
         )
-        # The first rounds of a length load its kernels, and read what its draft has missed. The
-        # others tell what a call takes by itself from what its rounds take.
+        # The first call loads the kernels of the length, and lets its draft catch up on tokens. The
+        # second and third differ by TIMED_ROUNDS, which cancels the fixed cost of a call.
         for rounds in (1, 1, 1 + TIMED_ROUNDS):
             start_time = time.perf_counter()
             decode_state = jax.block_until_ready(
                 advance(forced_weights, decode_state, np.int32(rounds))
             )
             seconds.append(time.perf_counter() - start_time)
+        # All processes must choose alike. Only past times decide, so sampling stays exact.
         _, short_seconds, long_seconds = _broadcast_table(np.asarray(seconds, np.float32)).tolist()
+        # Times that span two cells belong to neither.
         if self._find_cell(decode_state) == cell:
             costs.add((length_index, *cell), short_seconds, long_seconds, TIMED_ROUNDS)
         return decode_state
 
     def _find_cell(self, decode_state: DecodeState) -> tuple[int, int] | None:
-        """Loop and context of the next rounds, of the shard that has most to do.
+        """Returns loop and context of the next rounds.
 
-        None: a row waits to be recomputed, which would count as the cost of some round, or all rows
-        have ended.
+        The busiest shard decides. None if all rows have ended, or if a preempted row waits.
         """
         rollout = decode_state.rollout
         busiest_shard = self._find_busiest(
             rollout.status, rollout.lengths, rollout.prompt_lengths, decode_state.queue.waiting
         )
         rows, longest, evicted = np.asarray(busiest_shard).tolist()
+        # Recomputing a preempted row would be timed as part of some round.
         if evicted or not rows:
             return None
         context = min(
@@ -348,7 +349,7 @@ class RoundTimer:
 
 
 def _with_costs(weights: RolloutWeights, cost: np.ndarray) -> RolloutWeights:
-    """Weights whose draft lengths are chosen by some costs."""
+    """Replaces the costs for choosing draft lengths."""
     chooser = weights.drafter.chooser
     assert chooser is not None, "lengths are chosen by costs"
     chooser = chooser.replace(round_cost=put_like(cost, chooser.round_cost))
@@ -365,25 +366,26 @@ def _broadcast_table(table: np.ndarray) -> np.ndarray:
 
 
 def _load_costs(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """The costs in process 0's file, or zeros."""
+    """Loads the costs in process 0's file. Zeros without one."""
     return _broadcast_table(load_table(file, shape, "rounds are timed anew"))
 
 
 def _cost_file(generator: Generator, prompt_length: int) -> Path:
-    """Where the costs of a generator are kept, whatever ends its rows."""
+    """Returns the cache file of a generator's costs."""
+    # Rounds cost the same whatever ends a row, so end tokens are not part of the key.
     return cache_folder() / "costs" / f"{_cost_key(_without_ends(generator), prompt_length)}.json"
 
 
 def _without_ends(generator: Generator) -> Generator:
-    """The generator whose rows end by length alone."""
+    """Removes end tokens and stop strings from a generator."""
     processing = generator.settings.processing._replace(stop_ids=())
     return generator.with_(processing=processing, stop=None)
 
 
 def _cost_key(generator: Generator, prompt_length: int) -> str:
-    """What a cost table depends on."""
+    """Returns the cache key of a cost table."""
     settings = generator.settings
-    # by name: what a function is written as differs from process to process
+    # By name, since the repr of a function contains its address.
     rule_field = {"rule": getattr(settings.rule, "__name__", None)}
     shape = settings._replace(**rule_field, verification=settings.verification.name)
     code = read_sources(

@@ -246,5 +246,5 @@ def _unknown_rewards(failed_count: float, row_count: float) -> str:
 
 
 def outcome_metric(outcome: Outcome) -> str:
-    """Name of the metric that holds an outcome's share of the rows."""
+    """Returns the metric name of an outcome's share of rows."""
     return f"reward/{outcome.name.lower()}"

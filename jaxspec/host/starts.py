@@ -1,4 +1,4 @@
-"""Files of a run's folder, and the records of its starts: machine, versions and data."""
+"""Records of the starts of a run."""
 
 import json
 import platform
@@ -32,12 +32,14 @@ STARTS = "starts.jsonl"
 
 
 def list_steps(folder: Path, subfolder: str = CHECKPOINTS) -> list[int]:
-    """Numbers of a run's checkpoints, ascending.
+    """Lists the numbers of a run's checkpoints, ascending.
 
     Raises:
-      ConfigError: where they should be is something else.
+      ConfigError: The folder of checkpoints is not a folder, or one of its entries has the name
+        of a checkpoint but is not one.
     """
     checkpoints = folder / subfolder
+    # A broken symlink does not exist, but must be reported too.
     exists = checkpoints.exists() or checkpoints.is_symlink()
     remedy = "move it away if it is not needed, or choose another --workdir"
     require(
@@ -47,14 +49,14 @@ def list_steps(folder: Path, subfolder: str = CHECKPOINTS) -> list[int]:
     entries = [entry for entry in checkpoints.iterdir() if entry.name.isdigit()] if exists else []
     for entry in entries:
         name = entry.name
+        # int also accepts digits of other scripts and leading zeros, which orbax never writes.
         is_valid = name.isascii() and name == str(int(name)) and entry.is_dir()
-        require(is_valid, f"{entry} is called like a checkpoint and is no folder of one; {remedy}")
+        require(is_valid, f"{entry} is called like a checkpoint but is not one; {remedy}")
     return sorted(int(entry.name) for entry in entries)
 
 
 def data_digests(config: ResolvedConfig) -> dict[str, str]:
-    """Digests of the data files to train and to evaluate on, and of the tokenizer's files; by
-    setting and file."""
+    """Returns digests of data files and tokenizer files. Keys are setting and file."""
     sets = {key: entry.data for key, entry in config.sets_by_prefix.items()}
     paths = {f"{key}data.path": data.path for key, data in sets.items()}
     paths |= {f"{key}data.eval_path": data.eval_path for key, data in sets.items() if data.path}
@@ -67,10 +69,14 @@ def data_digests(config: ResolvedConfig) -> dict[str, str]:
 
 
 def require_same_data(job: Job, folder: Path) -> None:
-    """Refuses data that differs from what the run began with; a data file that is gone is named
-    where it is read."""
+    """Checks that the data is that of the first start.
+
+    Raises ConfigError if it is not. Data files that are missing are skipped, since reading them
+    later reports the error.
+    """
     records, digests = read_starts(folder), data_digests(job.config)
     recorded = records[0].get("data") if records else None
+    # Records may come from an older version or have been edited by hand.
     recorded = recorded if isinstance(recorded, dict) else {}
     current = {
         name: value
@@ -79,8 +85,8 @@ def require_same_data(job: Job, folder: Path) -> None:
     }
     if unknown := ", ".join(sorted(current.keys() - recorded.keys())):
         job.say(
-            f"warning: {folder / STARTS} has no record of {unknown} as the run began with, so that"
-            " cannot be compared"
+            f"warning: {folder / STARTS} has no record of {unknown} from the run's first start,"
+            " so it cannot be compared"
         )
     names = ", ".join(name for name, value in current.items() if recorded.get(name, value) != value)
     message = (
@@ -93,10 +99,10 @@ def require_same_data(job: Job, folder: Path) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """What each start of a run has told of itself, oldest first.
+    """Reads a run's start records, oldest first.
 
     Raises:
-      ConfigError: a line is damaged.
+      ConfigError: The file or one of its lines is damaged.
     """
     file = folder / STARTS
     remedy = "put the file back from a copy, or remove it"
@@ -113,14 +119,13 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def report_start(job: Job, folder: Path) -> dict[str, Any]:
-    """What this start has to tell of itself: time, versions, machine, data, and the checkpoints
-    that it was given.
+    """Returns the record of this start: time, versions, machine, data and input checkpoints.
 
-    Says it in a line, and in what versions and checkpoints it differs from the run's last start, if
-    there was one. Process 0 alone has it, as it alone writes it down.
+    Prints it in one line. Warns if versions or checkpoints differ from those of the run's last
+    start. The record is empty except in process 0, which writes it.
 
     Raises:
-      ConfigError: one of these files cannot be read.
+      ConfigError: One of these files cannot be read.
     """
     record: dict[str, Any] = {}
 
@@ -132,6 +137,7 @@ def report_start(job: Job, folder: Path) -> dict[str, Any]:
             f"{record['time']}  {versions_text}  {machine['backend']} ({machine['device']}) on"
             f" {machine['host']}, {machine['platform']}"
         )
+        # A run without checkpoints starts over, so its earlier starts do not matter.
         last_records = read_starts(folder)[-1:] if list_steps(folder) else []
         for kind in ("versions", "checkpoints") if last_records else ():
             recorded = last_records[0].get(kind)
@@ -139,17 +145,18 @@ def report_start(job: Job, folder: Path) -> dict[str, Any]:
             for name, value in record[kind].items():
                 if recorded.get(name, value) == value:
                     continue
-                change = "; the run goes on with the weights that it has saved"
+                # Input checkpoints are read at the first start only.
+                change = "; the run continues with the weights that it has saved"
                 if kind == "versions":
                     change = f": {recorded[name]} -> {value}"
-                job.say(f"warning: since the run's last start, {name} is another{change}")
+                job.say(f"warning: since the run's last start, {name} has changed{change}")
 
     check_in_process_0(describe_changes)
     return record
 
 
 def _describe_start(job: Job) -> dict[str, Any]:
-    """What `report_start` returns."""
+    """Collects the record of this start."""
     paths = {
         "model.path": job.config.model.path,
         "lora.path": job.config.lora.path,
@@ -181,10 +188,10 @@ def _describe_start(job: Job) -> dict[str, Any]:
 
 
 def record_start(job: Job, folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes config.json and adds the start to the others, each file whole or not at all; only once
-    the config has proved to be good.
+    """Writes config.json and the record of this start.
 
-    The starts of a run from which nothing was saved are forgotten.
+    Call it only once the config has proved valid. Each file is replaced atomically. If the run has
+    no checkpoint, records of earlier starts are dropped.
     """
     if jax.process_index() == 0:
         earlier = read_starts(folder) if list_steps(folder) else []

@@ -44,21 +44,21 @@ SAVED = "saved"
 
 @contextlib.contextmanager
 def lock_workdir(job: Job, check: Callable[[Job, Path], None] | None = None) -> Iterator[Path]:
-    """The run's folder, made if it is not there, which no other run can have until this is left or
-    its process dies.
+    """Creates the run's folder, and locks it in the context.
 
-    Of several processes of a job, process 0 has it for all, and judges it by `check`: by
-    default, whether it is this training run's.
+    Process 0 holds the lock for all processes of a job, and runs `check` on the folder. By default
+    the folder must be empty or belong to this training run.
 
     Raises:
-      ConfigError: the folder cannot be written, another run has it, it belongs to another config or
-        other data, or what it holds would be lost; what and where is named.
+      ConfigError: The folder cannot be written, or is locked by another run. Or it belongs to
+        another config or other data, or contains files that the run would erase.
     """
     judge = check or _require_same_run
     folder = prepare_workdir(job.config.workdir)
     with contextlib.ExitStack() as stack:
 
         def enter_folder() -> None:
+            # The lock comes first: until then another run may still change the folder.
             stack.enter_context(lock_folder(folder, job.say))
             judge(job, folder)
 
@@ -67,12 +67,16 @@ def lock_workdir(job: Job, check: Callable[[Job, Path], None] | None = None) -> 
 
 
 def prepare_workdir(path: Path | str) -> Path:
-    """Creates the folder of a run, proves that it can be written to, and returns its absolute path.
+    """Creates a writable folder and returns its path.
 
-    Raises ConfigError if it is read-only or not a folder, or if less than 1 MiB is free.
+    The path is absolute.
+
+    Raises:
+      ConfigError: It is read-only or not a folder, or less than 1 MiB is free.
     """
     folder = expand_user_path(path, "--workdir")
     require_outside_runs(folder, "workdir", "choose another --workdir")
+    # Several runs may try one folder at once, even from other machines, so the name is unique.
     trial = folder / f".trial-{os.uname().nodename}-{os.getpid()}"
     with explain_write_errors(
         f"workdir {folder} cannot be written to",
@@ -83,6 +87,7 @@ def prepare_workdir(path: Path | str) -> Path:
         try:
             with trial.open("wb") as file:
                 file.write(bytes(1 << 20))
+                # Full disks and quotas may be reported only when data reaches the disk.
                 file.flush()
                 os.fsync(file.fileno())
         finally:
@@ -91,8 +96,12 @@ def prepare_workdir(path: Path | str) -> Path:
 
 
 def require_outside_runs(path: Path, name: str, remedy: str) -> None:
-    """Refuses a path among the checkpoints of a run, which removes old ones with all that is in
-    them."""
+    """Checks that a path is outside of checkpoints.
+
+    Raises ConfigError if it is among the checkpoints of a run.
+    `name` and `remedy` are parts of the message.
+    """
+    # Old checkpoints are removed with everything inside them.
     for folder in (path, *path.parents):
         inside = folder.name in (CHECKPOINTS, BEST) and (folder.parent / CONFIG).is_file()
         require(
@@ -105,13 +114,14 @@ def require_outside_runs(path: Path, name: str, remedy: str) -> None:
 def read_saved_config(
     folder: Path, remedy: str = "put it back from a copy, or choose another --workdir"
 ) -> dict[str, Any]:
-    """What config.json of a run holds.
+    """Reads the config.json of a run.
 
     Raises:
-      ConfigError: the file is missing, damaged or no object.
+      ConfigError: The file is missing or damaged, or is not a JSON object.
     """
     file = folder / CONFIG
     try:
+        # Reading a named pipe would block.
         require(not file.exists() or file.is_file(), f"{file} is not a regular file; {remedy}")
         saved = parse_json(file.read_bytes())
     except OSError as error:
@@ -126,11 +136,11 @@ def read_saved_config(
 
 
 def _require_same_run(job: Job, folder: Path) -> None:
-    """Refuses a folder of another config or other data, and one in which a run that starts over
-    would erase what it does not know."""
+    """Checks that the folder is new or this run's. Raises ConfigError if it is not."""
     exists, steps, count = (folder / CONFIG).exists(), list_steps(folder), len(read_metrics(folder))
     if exists:
         saved_config = read_saved_config(folder)
+        # The version comes first: another version may name settings differently.
         with prefix_errors(str(folder / CONFIG)):
             require_same_version(saved_config, "use that version, or choose another --workdir")
         changed_settings = list_changed_settings(saved_config, job.config)
@@ -141,7 +151,7 @@ def _require_same_run(job: Job, folder: Path) -> None:
         require(not changed_settings, other_config)
     if steps:
         missing_config = (
-            f"{folder} holds checkpoints but no {CONFIG}, which says what they are of; put it back"
+            f"{folder} holds checkpoints but no {CONFIG}, which tells their config; put it back"
             " from a copy"
         )
         require(exists, f"{missing_config}, or choose another --workdir")
@@ -151,16 +161,18 @@ def _require_same_run(job: Job, folder: Path) -> None:
 
 
 def restore_sizes(job: Job, folder: Path) -> Job:
-    """The job with what its run chose by itself when it began, where it is to choose again: a
-    resumed run adds up in the same order.
+    """Restores the automatic sizes of a resumed run.
 
-    On another kind of device it would not, so there all is chosen anew.
+    Only sizes that the config leaves open are restored. On another kind of device all are chosen
+    again.
     """
+    # With equal sizes a resumed run sums in the same order. On another backend it would not anyway.
     saved_sizes = np.full((len(Sizes._fields),), -1, np.int32)
     is_resumed = jax.process_index() == 0 and list_steps(folder)
     if is_resumed and _last_backend(folder) == jax.default_backend():
         values = flatten_settings(read_saved_config(folder))
         names = ("batch.micro_tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
+        # A damaged value is ignored, and its size chosen again.
         for index, number in enumerate(map(values.get, names)):
             if type(number) is int and 0 <= number <= INT32:
                 saved_sizes[index] = number
@@ -171,15 +183,18 @@ def restore_sizes(job: Job, folder: Path) -> Job:
 
 
 def _last_backend(folder: Path) -> Any:
-    """The kind of device that a run had when it was started last."""
+    """Returns the backend of the run's last start. None if it is unknown."""
     records = read_starts(folder)
     machine_record = records[-1].get("machine") if records else None
     return machine_record.get("backend") if isinstance(machine_record, dict) else None
 
 
 def _select_sizes(job: Job, saved_sizes: Sizes) -> dict[str, int]:
-    """Of the sizes that a run has saved (-1: it has not), those that the config leaves open and
-    that do here."""
+    """Selects the saved sizes to restore.
+
+    These are sizes that the config leaves open and that work on this mesh. A size of -1 was not
+    saved.
+    """
     config, generator = job.config, job.step.generator
     engine, prompts = config.rollout.engine, config.batch.prompts // row_shard_count(job.mesh)
     restored_sizes: dict[str, int] = {}
@@ -192,22 +207,25 @@ def _select_sizes(job: Job, saved_sizes: Sizes) -> dict[str, int]:
     size = restored_sizes.get("page_size", job.step.sizes.page_size)
     if engine.pages == 0 and size == saved_sizes.page_size > 0:
         row = config.data.max_prompt_length, config.rollout.max_new_tokens, generator.draft_length
-        # those of other shards can be too few for the prompts of these
+        # The run may have had more data shards, each with fewer prompts and pages.
         if saved_sizes.pages >= smallest_pool(prompts, *row, size):
             restored_sizes["pages"] = saved_sizes.pages
     return restored_sizes
 
 
 def mark_saved(folder: Path) -> None:
-    """Notes in the folder that a checkpoint has been saved, once there is one: if none is there
-    later, they were taken away."""
+    """Records in a file that a checkpoint was saved."""
+    # If the checkpoints are gone later, the file shows that someone removed them.
     if jax.process_index() == 0 and not (folder / SAVED).exists() and (steps := list_steps(folder)):
         write_text_atomic(folder / SAVED, f"checkpoint {steps[0]} was saved at {utc_timestamp()}\n")
 
 
 def _require_nothing_to_lose(job: Job, folder: Path, batch_count: int) -> None:
-    """A run of which nothing was ever saved starts over, for all its `batch_count` metrics; one
-    whose checkpoints were taken away does not."""
+    """Checks that starting over erases nothing of value.
+
+    Raises ConfigError if the run has metrics of checkpoints that were removed. A run that never
+    saved a checkpoint may start over. `batch_count` is its number of metrics.
+    """
     if not batch_count:
         return
     status, checkpoints = f"{folder} has metrics of {batch_count} batches", folder / CHECKPOINTS
@@ -225,8 +243,11 @@ def _require_nothing_to_lose(job: Job, folder: Path, batch_count: int) -> None:
 
 
 def require_no_checkpoints(folder: Path) -> None:
-    """Refuses, in all processes, to start over beside checkpoints in which nothing was found to go
-    on from."""
+    """Checks that the run has no checkpoints.
+
+    Raises ConfigError in all processes. Call it when none could be restored.
+    """
+    # Starting over would overwrite them.
 
     def check_checkpoints() -> None:
         steps = list_steps(folder)
@@ -234,6 +255,6 @@ def require_no_checkpoints(folder: Path) -> None:
             f"{folder / CHECKPOINTS} has {', '.join(map(str, steps))}, which cannot be read as"
             " checkpoints"
         )
-        require(not steps, f"{message}; put them right, or choose another --workdir")
+        require(not steps, f"{message}; repair them, or choose another --workdir")
 
     check_in_process_0(check_checkpoints)

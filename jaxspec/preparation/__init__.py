@@ -1,1 +1,1 @@
-"""Policy and draft before the first call of a run."""
+"""Preparation of a run: its starting policy and its draft."""

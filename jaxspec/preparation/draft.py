@@ -1,4 +1,4 @@
-"""Draft of a run, from the cache or trained now."""
+"""Trained draft of a run, with its cache."""
 
 import dataclasses
 import hashlib
@@ -48,7 +48,7 @@ from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import TOKENIZER_FILES
 
 ACCEPTANCE = "acceptance.json"
-"""What the draft reached on held-out responses, beside its weights."""
+"""File with the draft's acceptance on held-out responses, in the folder of its weights."""
 CODE_FILES = (
     *("preparation/draft.py", "preparation/draft_training.py", "preparation/draft_data.py"),
     "data/problem_source.py",
@@ -58,14 +58,18 @@ CODE_FILES = (
     *("build.py", "step.py", "inputs/streams.py", "sampling.py"),
     *("hf/*.py", "drafts/*.py", "rollout/**/*.py", "rl/*.py", "kernels/*.py"),
 )
-"""The files that shape a draft, beside those that shape the policy."""
+"""Source files that a draft depends on, in addition to those of the policy."""
 
 
 def build_draft(
     job: Job, interrupt: Interrupt, text: TextRows | None, partial: Path, folder: Path
 ) -> None:
-    """Fills `folder` with a trained draft and what it has reached; what takes long is kept in
-    `partial` on the way. All processes take part, and process 0 writes."""
+    """Trains a draft and writes it to `folder`.
+
+    Writes weights and acceptance. Trains on `text`, or on responses of the policy if it is None.
+    Intermediate results are saved in `partial`, from which an interrupted build resumes. All
+    processes must call it, and process 0 writes.
+    """
     offline, draft = job.config.offline, job.config.rollout.draft
     start_time, hint = time.perf_counter(), RESUME_HINT
     process = jax.process_index()
@@ -73,16 +77,19 @@ def build_draft(
         with explain_write_errors(
             f"{partial} cannot be made", "free some space or name another folder with JAXSPEC_CACHE"
         ):
+            # A file of that name would make mkdir fail.
             if not partial.is_dir():
                 remove_path(partial)
             partial.mkdir(exist_ok=True)
     abstract_draft = abstract_arguments(job.step, job.config.batch.prompts)[0].learner.draft
     assert abstract_draft is not None, "build is only called for a draft with weights"
+    # The draft is read first: it is small, and its errors should not wait for the policy.
     loaded_draft = load_draft(job, abstract_draft.network)
     policy = load_policy(job, interrupt)
     if loaded_draft is not None:
         report_agreement(job, policy, loaded_draft)
     training_numbers, held_out_numbers = draft_data.hold_out_batches(offline)
+    # Even a draft trained on a text is measured on responses, as it is used on them.
     numbers = [*(() if text else training_numbers), *held_out_numbers]
     with (
         Progress("sampling", len(numbers) * offline.rows, process) as progress,
@@ -99,6 +106,7 @@ def build_draft(
             " not finite) and are left out"
         )
     states = None
+    # The policy stays fixed, so its states can be computed once instead of in every update.
     if draft_data.should_keep_states(job, rows):
         with (
             Progress("reading", len(rows.tokens), process) as progress,
@@ -117,6 +125,7 @@ def build_draft(
         "coverage": None,
     }
     if draft.draft_vocab:
+        # Gathering is a collective, so all processes call it.
         ids = gather_to_process_0(get_learned(draft.kind).unroll.vocabulary(network))
         if process == 0:
             outcome |= {"vocabulary": len(ids), "coverage": draft_data.coverage(held_out, ids)}
@@ -136,14 +145,14 @@ def build_draft(
 
 
 def get_or_train_draft(job: Job, interrupt: Interrupt, text: TextRows | None) -> Path:
-    """The file of the draft's weights, trained first if the cache does not hold it, by all
-    processes together.
+    """Returns the weights' file, training the draft if needed.
 
-    `text` is what `draft_data.read_training_text` read for this job.
+    A draft in the cache is not trained again. All processes must call it. `text` is the result of
+    `draft_data.read_training_text`.
 
     Raises:
-      ConfigError: the cache cannot be written, or it is not shared with process 0.
-      Diverged: the training went wrong; nothing is cached.
+      ConfigError: The cache cannot be written, or is not shared with process 0.
+      Diverged: Training diverged. Nothing is cached.
     """
     offline, kind = job.config.offline, job.config.rollout.draft.kind
     key = _draft_key(job, text)
@@ -161,22 +170,28 @@ def get_or_train_draft(job: Job, interrupt: Interrupt, text: TextRows | None) ->
         try:
             build_draft(job, interrupt, text, partial, folder)
         except optimizers.Diverged:
+            # A retry would resume from the diverged weights.
             remove_partial()
             raise
 
     with interrupt.exit_on_signal("looking for the draft"):
         folder = get_or_build_together(key, build_here, job.say)
+        # Only now: until the draft is in the cache, an interrupted build can resume.
         remove_partial()
     return folder / WEIGHTS
 
 
 def _draft_key(job: Job, text: TextRows | None) -> str:
-    """Names the draft by all that shapes it: policy, prompts, how responses are sampled, text,
-    network, training, code."""
+    """Returns the cache key of the draft.
+
+    It covers everything that affects the weights: policy, prompts, sampling, text, network,
+    training settings and code.
+    """
     config = job.config
     folder = config.data.tokenizer
     tokenizer = _hash_files([Path(folder) / name for name in TOKENIZER_FILES] if folder else [])
     data = [(entry.weight, _hash_data(entry.data, tokenizer)) for entry in config.training_sets]
+    # Files count by content: moving one changes nothing, and editing one trains a new draft.
     offline = dataclasses.replace(
         config.offline,
         learning_rate=config.learning_rates.offline,
@@ -205,11 +220,11 @@ def _draft_key(job: Job, text: TextRows | None) -> str:
 
 
 def _hash_data(data: DataConfig, tokenizer: str) -> DataConfig:
-    """Where prompts come from, by the content of its files."""
+    """Replaces paths by digests of their files."""
     content = data_digest(data.path, "data.path") if data.path else ""
     return dataclasses.replace(data, path=content, tokenizer=tokenizer)
 
 
 def _hash_files(files: list[Path]) -> str:
-    """The content of those files that there are, as far as a cache key goes."""
+    """Joins the digests of some files."""
     return " ".join(map(hash_file, files))

@@ -1,8 +1,8 @@
-"""Whether a draft that was loaded fits its policy: agreement and acceptance on a few prompts, and
-what is wired wrongly if they are poor.
+"""Check that a loaded draft fits its policy.
 
-A wrong layer, flag or base of the positions raises no error anywhere; it only makes a draft useless
-(in published reports, acceptance of 45 % becomes 10 %, and 59 % becomes 1 %).
+Measures agreement and acceptance on a few prompts. If they are poor, looks for wrong wiring. A
+wrong layer, flag or base of the positions raises no error, but makes a draft useless. In published
+reports acceptance dropped from 45 % to 10 %, and from 59 % to 1 %.
 """
 
 from functools import partial
@@ -23,26 +23,29 @@ from jaxspec.rollout.generator import Generator
 from jaxspec.state import Pack, PyTree
 
 POOR_AGREEMENT, CHANCE_AGREEMENT = 0.5, 0.2
-"""Agreement below which repairs are tried, and below which a draft for which none helps is taken to
-be made for other weights: published heads agree with their policy in more than half of all tokens,
-miswired ones in 1 to 15 %, weak ones in between."""
+"""Agreement below which repairs are tried, and below which a draft without a repair is reported as
+trained for other weights. Published heads agree with their policy in more than half of all tokens.
+Miswired heads agree in 1 to 15 %, and weak ones in between."""
 REPAIR_GAIN, REPAIR_FACTOR = 0.15, 1.5
-"""A repair must agree in so much more of the tokens, and so many times as often, to be named."""
+"""Minimum gain in agreement for a repair to be suggested, as a difference and as a ratio."""
 MIN_TOKENS = 64
-"""Predicted tokens without which nothing is concluded."""
+"""Minimum number of predicted tokens for a conclusion."""
 
 
 class DraftCheck(NamedTuple):
-    """What a draft does on text, by depth (1, 2, ...), after true tokens."""
+    """Agreement of a draft with its policy.
+
+    It is measured on text, and listed by depth from 1 on.
+    """
 
     agreement: list[float]
-    """Share of tokens where the draft's likeliest is the policy's."""
+    """Share of tokens where draft and policy have the same most likely token."""
     acceptance: list[float]
     """Mean of sum_v min(policy, draft) at the rollouts' temperature."""
     tokens: int
-    """Predicted at depth 1."""
+    """Number of tokens predicted at depth 1."""
     warning: str = ""
-    """What is wired wrongly, and what mends it; or that the draft is useless; empty: neither."""
+    """Suspected wiring error with its remedy, or a note that the draft is useless. May be empty."""
 
 
 def measure_agreement(
@@ -53,10 +56,17 @@ def measure_agreement(
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
 ) -> DraftCheck:
-    """Compares a draft with its policy on texts of `lengths` tokens, and looks for the wrong wire
-    where they do not agree.
+    """Compares a draft with its policy on texts.
 
-    `tokens` are the same in all processes: a few dozen prompts, or whole texts.
+    If they disagree, tries repairs of the wiring.
+
+    Args:
+      generator: Generator that will use the draft.
+      kind: Kind of the draft.
+      policy: Policy network.
+      network: Draft network.
+      tokens: Texts, such as a few dozen prompts. All processes must pass the same.
+      lengths: Number of tokens of each text.
     """
     is_token = np.arange(tokens.shape[1]) < lengths[:, None]
     texts = rows_to_pack(
@@ -77,10 +87,12 @@ def measure_agreement(
         return jax.device_get(jax.device_put(shares, meshes.replicated_sharding(generator.mesh)))
 
     agreement, acceptance = evaluate_network(network, taps, max(2, generator.draft_length))
-    skipped = 1 + int(kind.unroll.min_context(1)[0])  # tokens before the first that is predicted
+    # A draft predicts its first token only after some context.
+    skipped = 1 + int(kind.unroll.min_context(1)[0])
     check = DraftCheck(
         agreement.tolist(), acceptance.tolist(), int(np.maximum(lengths - skipped, 0).sum())
     )
+    # Depth 2 is looked at too: some faults only affect steps after the first.
     poor_depth = next(
         (depth for depth, share in enumerate(check.agreement[:2]) if share < POOR_AGREEMENT), None
     )
@@ -88,17 +100,19 @@ def measure_agreement(
         return check
     readings = {}
     for repair in kind.list_repairs(network, taps, policy.config):
+        # Depths after the poor one say nothing about a repair.
         agreement, _ = evaluate_network(repair.network, repair.taps, poor_depth + 1)
         readings[repair[:2]] = float(agreement[poor_depth])
     return check._replace(warning=_diagnose(check.agreement[poor_depth], poor_depth + 1, readings))
 
 
 def describe_check(check: DraftCheck) -> str:
-    """What `measure_agreement` found, in one line."""
+    """Formats agreement and acceptance in one line."""
     if not check.tokens:
         return "the draft could not be compared with the policy: no prompt has three tokens"
     shares = ", ".join(f"{share:.0%}" for share in check.agreement)
     overlaps = ", ".join(f"{share:.2f}" for share in check.acceptance)
+    # A depth counts only if all depths before it were accepted.
     round_tokens = 1 + np.cumprod(check.acceptance).sum()
     agreement_text = (
         f"the draft's likeliest token is the policy's in {shares} of {check.tokens} prompt tokens"
@@ -110,8 +124,14 @@ def describe_check(check: DraftCheck) -> str:
 
 
 def _diagnose(share: float, depth: int, readings: dict[tuple[str, str], float]) -> str:
+    """Returns a warning about poor agreement.
+
+    It is empty if the draft is only weak. `readings` has the agreement with each repair, by fault
+    and remedy.
+    """
     poor_text = f"the draft agrees with the policy in {share:.0%} of the tokens at depth {depth}"
     best_repair = max(readings, key=lambda repair: readings[repair], default=None)
+    # Both margins must hold, so that noise on a few prompts suggests no repair.
     if best_repair is not None and readings[best_repair] >= max(
         share + REPAIR_GAIN, share * REPAIR_FACTOR
     ):

@@ -1,5 +1,4 @@
-"""What a draft is trained on: the policy's own responses or a text, in batches of an order of its
-own, and the vocabulary they call for."""
+"""Training data of a draft: responses of the policy or a text, and the draft's vocabulary."""
 
 import dataclasses
 import os
@@ -29,22 +28,21 @@ from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import Tokenizer
 
 HELD_OUT_INTERVAL = 16
-"""One batch of samples in so many is never trained on."""
+"""One batch of responses in this many is held out from training."""
 MAX_STATE_BYTES = 4 << 30
-"""Bytes that the policy's states may take, if that is no more than a quarter of the memory."""
+"""Limit on the bytes of kept policy states. A quarter of the machine's memory is another limit."""
 
 
 class TextRows(NamedTuple):
-    """Sequences that a draft is trained on or measured by."""
+    """Sequences to train or measure a draft on."""
 
     tokens: Int32[np.ndarray, "rows length"]
     mask: Bool[np.ndarray, "rows length"]
-    """True at the tokens to predict: responses, what the assistant wrote in a chat, or all of a
-    text."""
+    """Loss mask: responses, assistant turns of a chat, or all tokens of a text."""
 
 
 def rows_from_sft(batch: SftBatch) -> TextRows:
-    """Prompts with their responses, of which the latter are to be predicted."""
+    """Returns rows whose loss mask covers the responses."""
     positions = np.arange(batch.tokens.shape[1])
     return TextRows(
         batch.tokens,
@@ -53,23 +51,26 @@ def rows_from_sft(batch: SftBatch) -> TextRows:
 
 
 def hold_out_batches(offline: OfflineConfig) -> tuple[range, range]:
-    """Numbers of the batches of samples to train on, and of those held out: the last ones, at least
-    one."""
+    """Splits batch numbers into training and held-out ones.
+
+    The last batches are held out, at least one.
+    """
     count = -(-offline.samples // offline.rows)
     first = count - max(1, count // HELD_OUT_INTERVAL)
     return range(first), range(first, count)
 
 
 def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
-    """Returns what answers batch number n of the training prompts, once each, under the rollout's
-    own processing.
+    """Returns a function that samples batches of responses.
 
-    Decoding is plain. A batch depends on the seed, the policy and its number alone. A response that
-    failed is given as an empty one.
+    It takes the number of a batch of training prompts. Each prompt gets one response, by plain
+    decoding with the rollout's temperature and truncation. A batch depends only on seed, policy and
+    number. Failed responses come back empty.
     """
     config, rows = job.config, job.config.offline.rows
-    # those of the config are for other prompts
+    # The configured number of pages is for batches of training, which have other sizes.
     plain_generator = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
+    # Only drafts use earlier answers, and this generator has none.
     generator = dataclasses.replace(plain_generator, past=0)
     stream = load_sets(config, job.tokenizer, require_answers=False).make_stream(config.seed)
     abstract_batch = abstract_prompts(generator, rows)
@@ -77,6 +78,7 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     @partial(jax.jit, out_shardings=meshes.replicated_sharding(job.mesh))
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
         rollout = generator.generate(generator.sync(policy, None, generator.start()), prompts)
+        # Without response tokens the loss mask is empty, and the row is filtered later.
         lengths = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
         return rollout.tokens, rollout.prompt_lengths, lengths
 
@@ -102,11 +104,13 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
 def read_training_text(
     config: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], Any]
 ) -> TextRows | None:
-    """The rows of `offline.text`, of a file no more than the updates take; None where the policy's
-    own responses are trained on. `say` is told what a file repeats, leaves empty, or has too long.
+    """Reads the rows of `offline.text`. None if the draft is trained on the policy's responses.
+
+    Reads no more rows of a file than training uses. Reports repeated, empty and overlong rows
+    through `say`.
 
     Raises:
-      ConfigError: names file, line and column of what cannot be used, and a remedy.
+      ConfigError: Some text cannot be used. Names file, line, column and remedy.
     """
     length, offline = config.row_length, config.offline
     rng = stream_rng(config.seed, Stream.CORPUS)
@@ -124,18 +128,18 @@ def read_training_text(
 
 
 def join_rows(batches: Sequence[TextRows]) -> TextRows:
-    """All rows of some batches."""
+    """Concatenates the rows of batches."""
     return TextRows(*(np.concatenate(arrays) for arrays in zip(*batches, strict=True)))
 
 
 def select_usable_rows(batches: Sequence[TextRows]) -> TextRows:
-    """All rows of some batches but those with nothing to predict: what made a response fail would
-    fail the learner's pass as well.
+    """Concatenates batches without rows of empty loss mask.
 
     Raises:
-      ConfigError: nothing is left.
+      ConfigError: No row is left.
     """
     rows = join_rows(batches)
+    # Failed responses are among them: their non-finite logits would break training too.
     is_usable = np.asarray(rows.mask.any(axis=1))
     message = (
         f"all {len(is_usable)} responses of the policy failed (logits that are not finite), so"
@@ -149,8 +153,11 @@ def select_usable_rows(batches: Sequence[TextRows]) -> TextRows:
 
 
 def batch_rows(rows: TextRows, size: int) -> list[TextRows]:
-    """Rows in order, in batches of `size`; the last is filled up with rows of which nothing is to
-    be predicted."""
+    """Splits rows into batches of `size`, in order.
+
+    The last batch is padded with rows whose loss mask is empty.
+    """
+    # Padding repeats real rows, as the compiled program needs valid tokens of a fixed shape.
     places = np.arange(-(-len(rows.tokens) // size) * size)
     tokens, mask = (array[places % len(rows.tokens)] for array in rows)
     mask[len(rows.tokens) :] = False
@@ -161,12 +168,14 @@ def batch_rows(rows: TextRows, size: int) -> list[TextRows]:
 
 
 def select_batch(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
-    """Batch `number` of an endless stream of `rows`, which are shuffled anew each epoch.
+    """Selects a batch of an endless stream.
 
-    It depends on nothing but the arguments. Rows may be any tree of arrays [rows ...].
+    Rows are shuffled again in each epoch. The result depends only on the arguments. `rows` may be
+    any pytree of arrays with a leading axis of rows.
     """
     count = len(jax.tree.leaves(rows)[0])
     places = np.arange(number * size, (number + 1) * size)
+    # A batch may span several epochs, and resuming needs any batch without those before it.
     orders = {
         epoch: stream_rng(seed, Stream.ORDER, epoch).permutation(count)
         for epoch in set((places // count).tolist())
@@ -176,22 +185,28 @@ def select_batch(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
 
 
 def should_keep_states(job: Job, rows: TextRows) -> bool:
-    """Whether the policy's states at all tokens of `rows` are to be kept: updates need them again,
-    and this machine has room for them."""
+    """Whether to keep policy states on the host.
+
+    There is one state for each token of `rows`. They are kept if rows are read more than once and
+    the states fit in memory.
+    """
     config = job.config
     rows_read = config.offline.steps * config.offline.rows
     widths = (1 + len(job.step.learner.taps)) * config.model.embed
     size = rows.tokens.size * widths * jnp.dtype(config.model.dtype).itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fits = size <= min(MAX_STATE_BYTES, memory // 4)
+    # With several processes, no host has the states of all rows.
     return rows_read > len(rows.tokens) and fits and jax.process_count() == 1
 
 
 def compute_states(
     job: Job, policy: Decoder, rows: TextRows, micro_tokens: int, progress: Progress
 ) -> PolicyStates:
-    """Runs the policy once over all `rows`, in micro-batches of `micro_tokens` positions a data
-    shard."""
+    """Runs the policy once over all rows.
+
+    Micro-batches have `micro_tokens` positions on each data shard.
+    """
     learner, size = (
         job.step.learner.for_supervised_texts(None, micro_tokens=micro_tokens),
         job.config.offline.rows,
@@ -202,7 +217,8 @@ def compute_states(
         batch_states = jax.device_get(
             compute(policy, build_text_batch(*batch, job.mesh, micro_tokens))
         )
-        if states is None:  # in place, since they may fill half of the memory
+        # Preallocated: joining a list of batches at the end would take twice the memory.
+        if states is None:
             states = jax.tree.map(
                 lambda leaf: np.empty((count, *leaf.shape[1:]), leaf.dtype), batch_states
             )
@@ -210,7 +226,7 @@ def compute_states(
         for array, batch_array in zip(
             jax.tree.leaves(states), jax.tree.leaves(batch_states), strict=True
         ):
-            # the last batch was filled up
+            # The last batch is padded.
             array[first : first + size] = batch_array[: count - first]
         progress.update(min(first + size, count))
     assert states is not None, "there are rows"
@@ -220,17 +236,19 @@ def compute_states(
 def select_vocabulary(
     rows: TextRows, size: int, vocab: int, stop_ids: tuple[int, ...]
 ) -> Int32[np.ndarray, " size"]:
-    """The end tokens and the most frequent tokens to predict of `rows`, `size` of the `vocab` in
-    all, ascending; lowest ids fill up.
+    """Selects the vocabulary of a draft.
 
-    Tokens outside are never drafted, so the share that these cover bounds the acceptance; ascending
-    ids are what the offsets (d2t) of published EAGLE-3 heads need.
+    It has the end tokens and the most frequent tokens to predict. Returns `size` of the `vocab`
+    token ids, ascending. Lowest ids come first among equally frequent tokens. Tokens outside are
+    never drafted, so their share limits the acceptance.
     """
     counts = np.bincount(rows.tokens[rows.mask], minlength=vocab)
+    # Every response needs an end token, even if few of these rows have one.
     counts[list(stop_ids)] = counts.max() + 1
+    # The offsets (d2t) of published EAGLE-3 heads need ascending ids.
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
 def coverage(rows: TextRows, ids: np.ndarray) -> float:
-    """Share of the tokens to predict of `rows` that are among `ids`."""
+    """Returns the share of predicted tokens in `ids`."""
     return float(np.isin(rows.tokens[rows.mask], ids).mean())

@@ -1,4 +1,4 @@
-"""Trains a draft on answers of the policy or on a text, before the run."""
+"""Offline training of a draft, before the run."""
 
 import time
 from pathlib import Path
@@ -36,17 +36,18 @@ from jaxspec.storage.trees import gather_to_process_0
 from jaxspec.system.progress import Progress
 
 MIN_DEPTHS = 8
-"""Depths that are measured at least, so that another draft_length finds its own in the cache."""
+"""Minimum number of depths to measure. Runs with other draft lengths then reuse the cache."""
 
 
 def collect_responses(
     job: Job, policy: Decoder, numbers: list[int], folder: Path, progress: Progress
 ) -> dict[int, TextRows]:
-    """The policy's responses to batches of the training prompts, by plain decoding: in domain, the
-    largest single lever on acceptance.
+    """Samples the policy's responses to training prompts.
 
-    Each batch is kept in `folder` as soon as it is there, and read from there if it is already.
+    Decoding is plain. Each batch is saved in `folder` at once. Batches that are already there are
+    read.
     """
+    # Training on responses in the run's own domain raises acceptance more than any setting.
     respond = draft_data.make_responder(job, policy)
     rows, replicated = job.config.offline.rows, meshes.replicated_sharding(job.mesh)
     size = job.config.row_length
@@ -75,11 +76,14 @@ def train_draft(
     loaded_draft: PyTree = None,
     states: PolicyStates | None = None,
 ) -> PyTree:
-    """Trains a fresh draft, or one that was `loaded_draft`, for `offline.steps` updates on batches
-    of `rows`; returns its weights. Without its `states` at the rows the policy is run.
+    """Trains a draft and returns its weights.
 
-    Weights, optimizer and step are kept in `folder` now and then; training goes on from there, to
-    the same weights in every bit.
+    Runs `offline.steps` updates, from the weights of `loaded_draft` or from random ones. If
+    `states` has the policy's states at `rows`, the policy itself is not run. Progress is saved in
+    `folder` now and then. A later call resumes from there, and ends with bitwise equal weights.
+
+    Raises:
+      Diverged: Too many updates in a row were skipped.
     """
     config, file, mesh = job.config, folder / "learner.npz", job.mesh
     offline, draft, sharding = (
@@ -91,7 +95,7 @@ def train_draft(
         optimizers.cosine_schedule(config.learning_rates.offline, offline.steps),
         config.draft_training.grad_clip,
     )
-    # The policy is only read.
+    # Without a loss the learner only runs the policy, and trains nothing but the draft.
     learner = job.step.learner.for_supervised_texts(
         None, draft_optimizer=optimizer, micro_tokens=micro_tokens(job)
     )
@@ -102,6 +106,7 @@ def train_draft(
     def update(
         trained: NetworkState, policy: Decoder, batch: TrainBatch
     ) -> tuple[NetworkState, Metrics]:
+        # The state needs an optimizer for the policy too, though only the draft learns here.
         frozen_policy = optimizers.init_state(policy, optax.identity())
         state = LearnerState(
             policy=frozen_policy,
@@ -119,7 +124,7 @@ def train_draft(
     saved = _load_partial_together(file, jax.tree.map(abstract_leaf, shapes, layout), progress)
     if saved is not None:
         trained, start_step = saved
-        # All must leave the loop below together.
+        # Updates have collectives, so all processes must start at the same step.
         require_shared_cache(broadcast_number(int(start_step)) == int(start_step), file)
         progress.print_line(f"going on at step {int(start_step)} of {offline.steps}")
     else:
@@ -139,10 +144,12 @@ def train_draft(
         batch, cached = draft_data.select_batch((rows, states), step, offline.rows, config.seed)
         texts = build_text_batch(batch.tokens, batch.mask, mesh, learner.micro_tokens, cached)
         trained, metrics = compiled_update(trained, policy, texts)
+        # Clocks differ, and saving is a collective: process 0 decides.
         if broadcast_flag(time.monotonic() - save_time >= save_interval):
             start_time = time.monotonic()
             save_in_process_0(file, (trained, np.int32(step + 1)))
             save_time = time.monotonic()
+            # On a slow disk saving becomes rarer, so that it takes a tenth of the time at most.
             save_interval = max(KEEP_SECONDS, KEEP_COST * (save_time - start_time))
         progress.update(
             step + 1,
@@ -150,7 +157,7 @@ def train_draft(
             expected_acceptance_length=acceptance_length(metrics),
         )
         skipped = float(metrics["skipped_in_row/draft"])
-        remedy = "Lower --offline.learning_rate; what was kept of this draft is useless."
+        remedy = "Lower --offline.learning_rate. Intermediate results of this draft are discarded."
         optimizers.require_progress(
             skipped, "draft", f"step {step + 1} of its offline training", remedy
         )
@@ -158,8 +165,12 @@ def train_draft(
 
 
 def _load_partial_together(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
-    """What `save_in_process_0` wrote, with the layout of `abstract`; None where there is no such
-    file, or a damaged one, which is discarded. Process 0 answers for all."""
+    """Loads a partial file in all processes.
+
+    Arrays get the layout of `abstract`. Returns None if process 0 finds no valid file. A damaged
+    file is removed.
+    """
+    # Process 0 goes first, as it may remove the file.
     saved_tree = load_partial(file, abstract, progress) if jax.process_index() == 0 else None
     if not broadcast_flag(saved_tree is not None):
         return None
@@ -167,22 +178,24 @@ def _load_partial_together(file: Path, abstract: PyTree, progress: Progress) -> 
 
 
 def save_in_process_0(file: Path, tree: PyTree) -> None:
-    """Writes a tree to a file, in process 0; all processes call it."""
+    """Writes a tree to a file in process 0. All processes must call it."""
     tree = gather_to_process_0(tree)
     if jax.process_index() == 0:
         save_tree(file, tree)
 
 
 def micro_tokens(job: Job) -> int:
-    """Positions of a micro-batch of `offline.rows`: as in the run, but no more than there are."""
+    """Returns the tokens per micro-batch for offline training.
+
+    As many as in the run, but no more than a batch of `offline.rows` has on a data shard.
+    """
     learner, length = job.step.learner, job.step.generator.row_length - 1
     token_count = job.config.offline.rows // meshes.row_shard_count(job.mesh) * length
     return max(length, min(meshes.round_to_tiles(job.mesh, token_count), learner.micro_tokens))
 
 
 def acceptance_length(metrics: Metrics) -> float:
-    """Tokens a round would keep if each depth were accepted with its mean overlap: 1 + a1 + a1 a2 +
-    ..."""
+    """Computes the expected acceptance length from metrics."""
     depths = sum(name.startswith("draft/expected_acceptance_") for name in metrics)
     return acceptance_lengths(
         [float(metrics[f"draft/expected_acceptance_{depth}"]) for depth in range(1, depths + 1)]
@@ -190,17 +203,24 @@ def acceptance_length(metrics: Metrics) -> float:
 
 
 def acceptance_lengths(acceptance: list[float]) -> list[float]:
-    """Tokens that rounds of 1, 2, ... drafts would keep if each depth were accepted with its mean
-    overlap."""
+    """Computes the expected acceptance length by draft length.
+
+    Drafts of lengths 1, 2, 3, ... keep 1 + a1, 1 + a1 + a1 a2, ... tokens, where depth k is
+    accepted with probability ak = `acceptance[k - 1]`.
+    """
     return (1 + np.cumsum(np.cumprod(acceptance))).tolist()
 
 
 def measure_acceptance(
     job: Job, policy: Decoder, network: PyTree, held_out: list[TextRows]
 ) -> list[float]:
-    """Expected acceptance sum_v min(target, draft) by depth, over the tokens to predict of
-    `held_out`; a small model has one depth."""
+    """Measures the expected acceptance by depth.
+
+    Returns the mean of sum_v min(target, draft) over the tokens to predict of `held_out`. A draft
+    that is a small model has one depth.
+    """
     training = job.config.draft_training
+    # A draft unrolled for longer in training is measured to the same depth.
     depths = max(MIN_DEPTHS, training.ttt_steps, job.config.rollout.draft.max_draft_length)
 
     objective = job.step.learner.draft_objective

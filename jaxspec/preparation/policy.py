@@ -1,5 +1,7 @@
-"""What training starts from: the policy of a checkpoint, or a supervised warm start on generated
-documents, and a checkpoint's draft."""
+"""Starting policy and loaded draft of a run.
+
+The policy is read from a checkpoint, trained by a supervised warm start, or random.
+"""
 
 import time
 from pathlib import Path
@@ -39,20 +41,22 @@ from jaxspec.system.progress import Progress
 
 WEIGHTS = "weights.npz"
 KEEP_SECONDS, KEEP_COST = 10.0, 10.0
-"""Training is kept so often, but only after so many times the seconds that keeping it takes."""
-RESUME_HINT = "what is done is kept; the same command goes on from there"
-"""What a signal during a training that is kept now and then means."""
+"""Minimum seconds between saves, and the same as a multiple of the last save's duration."""
+RESUME_HINT = "progress is saved; the same command continues from there"
+"""Consequence of a signal during a training that saves its progress, for messages."""
 PROBE_PROMPTS = 16
-"""Training prompts on which a draft that was loaded is compared with the policy."""
+"""Number of training prompts on which a loaded draft is compared with the policy."""
 
 
 def train_policy(job: Job, progress: Progress, file: Path) -> Decoder:
-    """Trains a fresh policy for `sft.steps` updates; the data and the noise follow from the seed
-    alone.
+    """Trains a fresh policy on generated documents.
 
-    It learns as in RL: what follows each document's prompt, by the negative log-likelihood of each
-    token. Its state is kept in `file` now and then, from which a later call goes on, to the same
-    weights in every bit.
+    Runs `sft.steps` updates. Minimizes the negative log-likelihood of the tokens after each
+    document's prompt. Data and initial weights depend only on the seed. The state is saved in
+    `file` now and then. A later call resumes from there, and ends with bitwise equal weights.
+
+    Raises:
+      Diverged: Too many updates in a row were skipped.
     """
     config = job.config
     sft, mesh = config.sft, job.mesh
@@ -64,6 +68,7 @@ def train_policy(job: Job, progress: Progress, file: Path) -> Decoder:
     learner = job.step.learner.for_supervised_texts(
         negative_log_likelihood,
         micro_tokens=max(length - 1, min(token_count, job.step.learner.micro_tokens)),
+        # Documents were not sampled, so the run's temperature and truncation do not apply.
         processing=Processing(),
         draft_objective=None,
         taps=(),
@@ -91,7 +96,8 @@ def train_policy(job: Job, progress: Progress, file: Path) -> Decoder:
         texts = rows_from_sft(
             arithmetic.sample_sft_batch(config.data, sft, job.tokenizer, rng, sft.rows, length)
         )
-        if number <= steps_done:  # drawn to bring the stream to where it was
+        # Batches of finished updates are drawn anyway, to bring the random stream to its place.
+        if number <= steps_done:
             continue
         state, metrics = update(state, build_text_batch(*texts, mesh, learner.micro_tokens))
         progress.update(number, loss=float(metrics["loss/policy"]))
@@ -99,22 +105,24 @@ def train_policy(job: Job, progress: Progress, file: Path) -> Decoder:
         optimizers.require_progress(
             skipped, "policy", f"step {number} of the warm start", "Lower --sft.learning_rate."
         )
+        # A training that is about to diverge should not be resumed.
         if time.monotonic() - save_time >= save_interval and not skipped:
             start_time = time.monotonic()
             save_tree(file, (state, np.int32(number)))
             save_time = time.monotonic()
+            # On a slow disk saving becomes rarer, so that it takes a tenth of the time at most.
             save_interval = max(KEEP_SECONDS, KEEP_COST * (save_time - start_time))
     return state.policy.network
 
 
 def load_partial(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
-    """What `save_tree` wrote to a file; None where there is no file, or a damaged one, which is
-    discarded."""
+    """Loads a file of `save_tree`. None if there is no file, or if it was damaged and removed."""
     if not file.exists():
         return None
     try:
         return load_tree(file, abstract)
     except DamagedFileError as reason:
+        # Losing some progress is better than refusing to start.
         progress.print_line(f"warning: {reason.problem}; it is discarded and made anew")
         with explain_write_errors(
             f"{file} cannot be removed", "remove it, and run the same command again"
@@ -124,7 +132,7 @@ def load_partial(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
 
 
 def policy_key(job: Job) -> str:
-    """Names the warm start by all that shapes it."""
+    """Returns the cache key of the warm start."""
     config = job.config
     shape = (
         config.data.task,
@@ -133,6 +141,7 @@ def policy_key(job: Job) -> str:
         config.data.max_prompt_length,
         config.rollout.max_new_tokens,
     )
+    # A change of code may change the weights, so sources are part of the key.
     code = read_sources(
         "data/arithmetic.py",
         "data/programs.py",
@@ -147,11 +156,14 @@ def policy_key(job: Job) -> str:
 
 
 def get_or_train_policy(job: Job, interrupt: Interrupt) -> Path:
-    """The file of the warm start's weights, trained first if the cache does not hold it; in process
-    0, which does it for all.
+    """Returns the weights' file, training the policy if needed.
+
+    A warm start in the cache is not trained again. Only process 0 trains. Call it there first, then
+    in the other processes.
 
     Raises:
-      ConfigError: the cache cannot be written, or is not shared with process 0.
+      ConfigError: The cache cannot be written, or is not shared with process 0.
+      Diverged: Training diverged. Nothing is cached.
     """
     config, key = job.config, policy_key(job)
     partial = cache_folder() / f"{key}.partial.npz"
@@ -166,9 +178,11 @@ def get_or_train_policy(job: Job, interrupt: Interrupt) -> Path:
             try:
                 policy = train_policy(to_local_job(job), progress, partial)
             except optimizers.Diverged:
+                # A retry with the same settings should not resume close to the divergence.
                 partial.unlink(missing_ok=True)
                 raise
             save_tree(folder / WEIGHTS, policy)
+        # Removed last: until the weights are written, an interrupted training can resume.
         partial.unlink(missing_ok=True)
         job.say(f"the warm start took {time.perf_counter() - start_time:.0f} s")
 
@@ -177,11 +191,14 @@ def get_or_train_policy(job: Job, interrupt: Interrupt) -> Path:
 
 
 def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
-    """The starting policy on the job's mesh: a checkpoint's, the warm start, or random weights
-    where `sft.steps` is 0; adapters merged."""
+    """Loads the starting policy onto the job's mesh.
+
+    It comes from `model.path`, else from the warm start. Without either it has random weights.
+    Adapters are merged into it.
+    """
     config, fresh_policy = job.config, job.step.init_policy
     shapes = jax.eval_shape(fresh_policy)
-    # bad adapters are named before any long work
+    # Errors in the adapters are reported before any long work.
     merge = make_adapter_merger(config.lora.path, shapes) if config.lora.path else None
     layout = job.step.learner.train_layout(shapes)
     abstract_policy = jax.tree.map(abstract_leaf, shapes, layout)
@@ -197,7 +214,7 @@ def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
 
 
 def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
-    """The policy of `model.path`, each process reading what its own devices hold."""
+    """Reads the policy of `model.path`. Each process reads only the shards of its own devices."""
     start_time, model = time.perf_counter(), job.config.model
     with interrupt.exit_on_signal("reading the policy"):
         checkpoint = open_policy_checkpoint(model, shapes)
@@ -210,12 +227,13 @@ def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
 
 
 def load_with_progress(checkpoint: HfCheckpoint) -> Decoder:
-    """Loads a checkpoint under a bar of megabytes."""
+    """Loads a checkpoint under a progress bar."""
     shown_megabytes = 0
     with Progress("policy (MB)", round(checkpoint.bytes / 1e6), jax.process_index()) as progress:
 
         def update_bar(loaded_bytes: int) -> None:
             nonlocal shown_megabytes
+            # Small tensors would update the bar thousands of times.
             if round(loaded_bytes / 1e6) > shown_megabytes:
                 shown_megabytes = round(loaded_bytes / 1e6)
                 progress.update(shown_megabytes)
@@ -224,7 +242,7 @@ def load_with_progress(checkpoint: HfCheckpoint) -> Decoder:
 
 
 def load_draft(job: Job, shapes: PyTree) -> PyTree:
-    """The draft of `rollout.draft.path`, as it is; without one, None."""
+    """Reads the draft of `rollout.draft.path`. None without a path."""
     config, start_time = job.config, time.perf_counter()
     if not config.rollout.draft.path:
         return None
@@ -237,8 +255,11 @@ def load_draft(job: Job, shapes: PyTree) -> PyTree:
 
 
 def report_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
-    """Says whether a draft that was loaded agrees with the policy on a few training prompts, and if
-    not, why."""
+    """Prints how well a loaded draft matches the policy.
+
+    Adds a warning if the agreement is poor.
+    """
+    # A few prompts suffice to tell a miswired draft, and need no sampling.
     problems = load_sets(job.config, job.tokenizer, require_answers=False).training[0]
     probe_problems = [problems[number] for number in range(min(PROBE_PROMPTS, len(problems)))]
     max_length = max(len(problem.ids) for problem in probe_problems)

@@ -33,7 +33,7 @@ _TITLES = {
     "generate": "generation",
     "begin": "prefill",
     "advance": "rounds",
-    "to_the_end": "rounds",
+    "advance_to_end": "rounds",
     "one_round": "a round",
     "measure": "metrics",
 }

@@ -189,7 +189,7 @@ def test_too_little_memory_is_one_line_that_says_for_what(
     monkeypatch.setattr(Path, "read_text", too_large)
     assert report_errors(lambda: len(read_sources("host/job.py"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the memory of this machine does not hold what is asked for (")
+    assert line.startswith("error: this machine has too little memory (")
     assert told in line
     assert re.search(r"cache\.py, line \d+: return .*lower the setting", line)
 

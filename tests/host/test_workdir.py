@@ -320,7 +320,7 @@ class TestWhatItBeganWith:
         (told,) = [
             line for line in self.started(job_of(job, folder, data=data)) if "warning" in line
         ]
-        assert f"no record of data.eval_path {data.eval_path} as the run began with" in told
+        assert f"no record of data.eval_path {data.eval_path} from the run's first start" in told
 
     def test_a_run_that_saved_nothing_may_have_other_data(
         self, job: Job, data: DataConfig, tmp_path: Path
@@ -366,9 +366,9 @@ class TestWhatItBeganWith:
         file.write_text(re.sub(r'"jax": "[^"]*"', '"jax": "0.0.1"', file.read_text()))
         (weights / "model.safetensors").write_bytes(bytes(9998) + b"x")
         _, version, checkpoint = self.started(job_of(job, folder, **changes))
-        assert "warning: since the run's last start, jax is another: 0.0.1 -> " in version
+        assert "warning: since the run's last start, jax has changed: 0.0.1 -> " in version
         assert (
-            f"rollout.draft.path {weights} is another; the run goes on with the weights that it has"
-            " saved" in checkpoint
+            f"rollout.draft.path {weights} has changed; the run continues with the weights that"
+            " it has saved" in checkpoint
         )
         assert len(self.started(job_of(job, folder, **changes))) == 1, "once is enough"

@@ -83,9 +83,9 @@ class TestCachedDraft:
             trained.append(rows)
             return tiny_network(eagle3, job.config.model)
 
-        monkeypatch.setattr(draft_training, "train_draft", remember_training)
+        monkeypatch.setattr(draft, "train_draft", remember_training)
         monkeypatch.setattr(
-            draft_training,
+            draft,
             "measure_acceptance",
             lambda job, policy, network, held_out: measured.append(held_out) or [0.5],
         )
@@ -107,9 +107,9 @@ class TestCachedDraft:
     ) -> None:
         job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=1))
         monkeypatch.setattr(
-            draft_training, "train_draft", lambda job, *_: tiny_network(eagle3, job.config.model)
+            draft, "train_draft", lambda job, *_: tiny_network(eagle3, job.config.model)
         )
-        monkeypatch.setattr(draft_training, "measure_acceptance", lambda *_: [0.5])
+        monkeypatch.setattr(draft, "measure_acceptance", lambda *_: [0.5])
         cache.mkdir()
         (cache / f"{draft._draft_key(job, None)}.partial").write_text("no folder")
         with Interrupt() as interrupt:
