@@ -24,7 +24,6 @@ from jaxspec.data.problems import load_sets
 from jaxspec.evaluate import claim_folder, evaluation_config, require_draft_weights
 from jaxspec.evaluation import program
 from jaxspec.evaluation.records import RecordFile
-from jaxspec.evaluation import program
 from jaxspec.host.job import Job, make_job
 from jaxspec.host.loaded_run import SavedRun
 from jaxspec.inputs.checked import ConfigError
