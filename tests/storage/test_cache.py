@@ -217,7 +217,7 @@ def test_a_home_that_nobody_has_is_named_with_its_setting(monkeypatch: pytest.Mo
         ConfigError,
         match=(
             r"^JAXSPEC_CACHE is '~nosuch/x', and no home directory of ~nosuch is known here; give"
-            r" the whole"
+            r" the full path"
         ),
     ):
         cache.cache_folder()
