@@ -40,10 +40,10 @@ CEILINGS = {
     "vague names, %": 2.0,
     "functions named by a participle, %": 5.0,
     "functions of one word, %": 45.0,
-    "what, per 1,000 words": 10.2,
-    "semicolons, per 1,000 words": 13.5,
-    "words of a first sentence, median": 9.0,
-    "lines without a comment, for each comment": 45.0,
+    "what, per 1,000 words": 8.0,
+    "semicolons, per 1,000 words": 11.7,
+    "words of a first sentence, median": 8.0,
+    "lines without a comment, for each comment": 35.0,
 }
 """Goals that are reached, and today's figures where they are not: lower these with each change."""
 
