@@ -1,7 +1,4 @@
-"""What a config asks for, made: the step's two sides with their losses, optimizers and sizes.
-
-The config is opened once, here; what is made knows only its own parts.
-"""
+"""Builds a step from a config: learner and generator, with losses, optimizers and sizes."""
 
 import math
 from functools import partial
@@ -23,6 +20,7 @@ from jaxspec.kernels.key_chunks import CHUNK_POSITIONS
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.models.weight_layout import WeightLayout, fastest_layout
+from jaxspec.processes.devices import thread_count
 from jaxspec.rl import advantages, loss_terms, losses, optimizers
 from jaxspec.rl.draft_objective import LOSSES, DraftObjective
 from jaxspec.rl.learner import Learner
@@ -44,8 +42,10 @@ def build_step(
     vocab_size: int,
     stop_strings: StopStrings | None = None,
 ) -> Step:
-    """Opens the config once and hands its parts to those who use them; of the vocabulary, ids below
-    `vocab_size` have a token, and `stop_strings` finds `rollout.stop` in them."""
+    """Builds the step of a config on a mesh.
+
+    Token ids from `vocab_size` on are never sampled. `stop_strings` detects `rollout.stop`.
+    """
     rollout = config.rollout
     processing = Processing(
         banned=rollout.banned,
@@ -120,6 +120,7 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
     if settings.function:
         surrogate = _import_loss(settings.function)
     low, high = settings.importance_bounds
+    # GSPO weighs whole sequences. A user's function replaces it, and is of tokens.
     by_sequence = settings.kind == "gspo" and not settings.function
     correction = {
         "none": None,
@@ -137,23 +138,25 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
 
 
 def _import_loss(name: str) -> losses.Surrogate:
-    """The loss that `loss.function` names, which is tried on shapes.
+    """Imports `loss.function`, and traces it once.
 
     Raises:
-      ConfigError: it cannot be imported, fails, or gives no loss at each token.
+      ConfigError: it cannot be imported, fails, or does not return one loss per token.
     """
     try:
         function = import_function(name)
 
         def trace_loss() -> Any:
+            # Rows and tokens differ in number, so that swapped axes are noticed.
             zeros = jnp.zeros((2, 3), jnp.float32)
             inputs = dict.fromkeys(loss_terms.LossInputs._fields, zeros)
             inputs |= {"loss_mask": zeros == 0, "text_start": zeros.astype(jnp.int32)}
             loss = function(loss_terms.LossInputs(**inputs))
             return loss.by_label if isinstance(loss, loss_terms.Loss) else jnp.asarray(loss)
 
+        # Only shapes are computed. Otherwise an error would appear after minutes of compilation.
         shape = jax.eval_shape(trace_loss).shape
-    except Exception as error:  # a user's code raises whatever it likes
+    except Exception as error:  # a user's code may raise anything
         raise ConfigError(f"loss.function {name}: {describe_error(error)}") from error
     require(
         shape == (2, 3),
@@ -169,7 +172,7 @@ def _import_loss(name: str) -> losses.Surrogate:
 
 
 def _build_kl_penalty(config: ResolvedConfig, in_loss: bool) -> loss_terms.KlPenalty | None:
-    """The penalty, if it is charged there."""
+    """Builds the KL penalty. None if it is not charged there."""
     kl = config.kl
     if not kl.beta or (kl.where == "loss") != in_loss:
         return None
@@ -188,6 +191,7 @@ def _build_learner(
         loss, temperature = LOSSES[training.loss], processing.temperature
         objective = DraftObjective(loss, depths, decay, temperature, kind.learned.unroll)
     batch = config.batch
+    # The optimizer counts updates, of which a batch has several.
     steps = config.steps * batch.mini_batches * batch.epochs
     rows = batch.prompts * batch.group_size // batch.mini_batches
     rates, adam = config.learning_rates, settings.adam
@@ -248,7 +252,7 @@ def _build_learner(
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         learning_rate=rate,
         recompute=config.loss.logprobs == "recompute",
-        # where the pass that learns has the old logprobs, or nothing reads them, none are reused
+        # Recorded logprobs are not reused if the learning pass has old ones, or nothing reads them.
         max_probability_factor=(
             config.loss.reuse_below
             if config.needs_old_logprobs and not config.is_on_policy
@@ -257,42 +261,40 @@ def _build_learner(
     )
 
 
+# An accelerator needs many tokens to be busy. On a CPU, activations should stay in a core's cache:
+# 320 made learning 1.1 to 1.7 times as fast as 3,056 (0.8 and 4.7 M parameters, 32 rows of 192).
 MICRO_BATCH, MICRO_BATCH_CPU = 16_384, 320
-"""Positions of a micro-batch on each data shard, about, where nothing else is said: on an
-accelerator as many as keep it busy; on a CPU so few that activations stay in a core's cache
-(learning from 32 rows of 192, models of 0.8 and 4.7 M parameters: 1.1 to 1.7 times as fast as with
-3,056)."""
+"""Default tokens of a micro-batch on each data shard, approximately: on accelerators, on CPUs."""
 
 
 def default_micro_tokens(config: ResolvedConfig, mesh: Mesh) -> int:
-    """Positions of a micro-batch on each data shard: whole longest rows, and no more than a shard
-    has. On accelerators rounded up to whole tiles."""
-    longest = config.row_length - 1
+    """Returns the default tokens of a micro-batch: full rows, then full tiles."""
+    longest = config.row_length - 1  # the last token of a row is only a label
     rows = config.batch.prompts * config.batch.group_size // meshes.row_shard_count(mesh)
     target = MICRO_BATCH if meshes.has_accelerators(mesh) else MICRO_BATCH_CPU
     return meshes.round_to_tiles(mesh, longest * min(max(1, round(target / longest)), max(rows, 1)))
 
 
 PIECE = 128
-"""Positions of a piece of known text on an accelerator. A CPU reads whole prompts."""
+"""Positions of a piece of known text on accelerators. CPUs read each prompt at once."""
+# The kernel on GPUs reads pages of this size. With a few drafts each, more rows than SLOTS make a
+# round bound by compute, and no longer by reading weights.
 PAGE, SLOTS = 64, 256
-"""Positions of a page on an accelerator, whose kernel reads such pages, and rows that are generated
-at once at most, where nothing is said: with a few drafts each, more rows than that are no longer
-bound by the reading of weights."""
+"""Default positions of a page on accelerators, and default maximum of slots."""
 
 
 class AutomaticSizes(NamedTuple):
-    """What is chosen by what the devices' memory allows, because the config leaves it open."""
+    """Sizes to be chosen by device memory."""
 
     tokens: bool
+    """Tokens of a micro-batch."""
     slots: bool = False
     pages: bool = False
-    """Of a pool of small pages."""
 
 
 def automatic_sizes(config: ResolvedConfig, mesh: Mesh) -> AutomaticSizes:
-    """What is left open; the engine's sizes follow memory on accelerators only: a CPU has room for
-    what it is fast enough for."""
+    """Returns which sizes the config leaves open."""
+    # A CPU runs out of time before memory, so slots and pages are chosen on accelerators only.
     engine, on_accelerator = config.rollout.engine, meshes.has_accelerators(mesh)
     return AutomaticSizes(
         tokens=config.batch.micro_tokens == 0,
@@ -321,7 +323,7 @@ def _build_generator(
         group_size=batch.group_size,
         max_new_tokens=rollout.max_new_tokens,
         processing=processing,
-        # coupled: drafts are compared with what the target samples, which no rule decides
+        # "coupled" has no rule: a draft is kept if it equals the token that the target samples.
         rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
         grid=_temperature_factors(config),
         page_size=_page_size(config, mesh),
@@ -334,18 +336,17 @@ def _build_generator(
     )
 
     def lay_out(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:
-        """The draft reads what is new at once, and then drafts token by token."""
-        shard = (
-            mesh.shape[meshes.TENSOR],
-            meshes.thread_count() if meshes.has_single_cpu_shards(mesh) else 0,
-        )
+        """Chooses the layouts of policy and draft."""
+        threads = thread_count() if meshes.has_single_cpu_shards(mesh) else 0
+        shard = mesh.shape[meshes.TENSOR], threads
         policy = fastest_layout(config.model, *shard, ((length + 1) * slots,))
         policy = policy._replace(unrolled=policy.unrolled and not rollout.engine.stack_layers)
         learned_kind = get_kind(rollout.draft.kind).learned
         if learned_kind is None:
             return policy, WeightLayout()
+        # A draft first reads all new tokens of its slots in one pass, which gives its first token.
         read_tokens = learned_kind.block_size(length) * slots
-        # with one draft a round, reading gives it, and no pass of one token a slot follows
+        # The others take one pass each.
         passes = (read_tokens, slots) if length > 1 else (read_tokens,)
         return policy, fastest_layout(learned_kind.decoder_spec(config.draft_spec), *shard, passes)
 
@@ -356,31 +357,34 @@ def _build_generator(
         dtype=config.model.dtype,
         seed=config.seed,
         prompt_length=config.data.max_prompt_length,
-        past=rollout.past_answers,
+        past_answers=rollout.past_answers,
         slots=SLOTS if rollout.engine.slots == "auto" else rollout.engine.slots,
-        tail=rollout.engine.tail,
-        lay_out=lay_out,
+        uses_tail=rollout.engine.tail,
+        make_layouts=lay_out,
         command_buffers=rollout.engine.command_buffers,
-        about=repr((config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)),
+        description=repr(
+            (config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)
+        ),
     )
-    return generator.with_(prompts=batch.prompts, group_size=batch.group_size)
+    return generator.make_variant(prompts=batch.prompts, group_size=batch.group_size)
 
 
 def draft_lengths(draft: DraftConfig, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the draft lengths among which rounds choose; none where all rounds draft alike."""
+    """Returns the draft lengths that rounds choose from. Empty if there is only one."""
     lengths = draft.length_choices if draft.is_enabled else ()
     if not lengths or not meshes.has_accelerators(mesh):
         return lengths
-    # Each length is a body to compile for each loop. One token a round pays on no card: its round
-    # costs nearly that of three, as both read all weights.
+    # Each length is compiled for each loop. Length 1 pays on no card: its rounds cost nearly as
+    # much as those of length 3, since both read all weights.
     return tuple(length for length in lengths if length != 1)
 
 
 def _choose_verification(
     config: ResolvedConfig, mesh: Mesh, processing: Processing
 ) -> Verification:
-    """The fast form on accelerators, where passes over the vocabulary are bound by memory. A CPU
-    keeps the plain form and its tokens, and so does the comparison by shared noise."""
+    """Chooses fused verification on accelerators, plain on CPUs."""
+    # On accelerators, memory bounds passes over the vocabulary, and the fused form makes fewer. On
+    # CPUs, tokens stay those of the plain form. "coupled" needs noise of the full vocabulary.
     can_fuse = config.rollout.verify != "coupled" and is_supported(processing)
     # Over a vocabulary that `tensor` splits, XLA would gather the logits for its reductions.
     has_full_vocab = mesh.shape[meshes.TENSOR] == 1
@@ -388,9 +392,9 @@ def _choose_verification(
 
 
 def _temperature_factors(config: ResolvedConfig) -> tuple[float, ...]:
-    """Factors on the temperature among which the draft's is chosen."""
+    """Returns the factors for the draft's temperature."""
     draft = config.rollout.draft
-    # The draft's most likely token is what it draws at temperature 0.
+    # At temperature 0, the draft's most likely token is its only one.
     if draft.sampling == "argmax" or config.rollout.temperature == 0 or not draft.is_learned:
         return (0.0,)
     return draft_temperature.GRID if draft.sampling == "auto" else (float(draft.temperature),)

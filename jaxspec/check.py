@@ -1,9 +1,11 @@
-"""Whether a run will run, before anyone rents the machine: `python -m jaxspec.check --config
-rl_think.py:qwen3_8b --devices 32`."""
+"""Checks whether a run will work, without its devices.
+
+`python -m jaxspec.check --config rl_think.py:qwen3_8b --devices 32`
+"""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -46,32 +48,36 @@ from jaxspec.inputs.checked import require
 from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
+from jaxspec.processes.devices import count_devices
 from jaxspec.run.schedules import StepSchedule, compile_fused_schedule
 from jaxspec.step import Step
 from jaxspec.system.progress import Heartbeat, Screen
 
 COMMAND = "python -m jaxspec.check"
-ABOUT = f"""Says whether a run will run on so many devices, without having them: reads the config,
-the files that it names and are here, the tokenizer and the rewards' answers, then compiles the real
-step for the real mesh, and tells what it takes of a device's memory, what it computes, what goes
-between devices, and what should not be there.
+ABOUT = f"""Checks whether a run will work on N devices, without having them.
 
---devices N        of the whole job; left out with --hardware {LOCAL_DEVICES}: those that there are
---hardware NAME    {", ".join(hardware.HARDWARE)}, or {LOCAL_DEVICES}: the devices that JAX finds;
-                   left out: h200 for up to 8 devices, gb200 for more
---json             one JSON object in place of the tables
+It reads the config with the local files that it names, and tries the tokenizer and the rewards.
+Then it compiles the step for the mesh, and reports memory of a device, work, collectives, and
+faults of the compiled program.
 
-Folders and files that are not here stop nothing: what was not looked at is said. Compiling for
-GPUs without one needs the extra `check`; without it the step is compiled for virtual devices of the
-CPU. The exit status is 0 where it should run, 1 where it will not, 2 for bad input. Examples:
+--devices N        devices of the whole job; may be left out with --hardware {LOCAL_DEVICES}
+--hardware NAME    {", ".join(hardware.HARDWARE)},
+                   or {LOCAL_DEVICES} for the devices that JAX finds;
+                   default: h200 for up to 8 devices, gb200 for more
+--json             print one JSON object instead of tables
+
+Files and folders that are missing here are reported, and do not stop the check. Compiling for GPUs
+without one needs the extra `check`. Without the extra, the step is compiled for virtual devices of
+the CPU. The exit status is 0 if the run should work, 1 if it will not, and 2 for bad input.
+Examples:
   {COMMAND} --config rl_think.py:qwen3_8b --devices 32
   {COMMAND} --config rl_think.py:qwen3_0.6b --devices 1 --hardware rtx4090 --json"""
 _MOST_VIRTUAL = 512
-"""Devices that a CPU can be split into."""
+"""Maximum number of devices that a CPU is split into, as in `processes.devices`."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks; returns the exit status."""
+    """Runs the check. Returns the exit status."""
     options, words = parse_options(argv)
     config, name = load_config(words, "check", ABOUT)
     require(options.devices >= 0, f"--devices {options.devices}: give the number of the whole job")
@@ -85,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that are no settings, and the words that are left."""
+    """Parses the program's own options. Also returns the remaining words."""
     parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=0)
     parser.add_argument("--hardware", default="")
@@ -95,12 +101,13 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @contextlib.contextmanager
 def disable_cache() -> Iterator[None]:
-    """Programs are compiled anew: one that is kept says nothing while it is made, and those for
-    devices that are not there are not kept."""
+    """Disables JAX's compilation cache inside the context."""
+    # A cached program brings no messages of the compiler, which are part of the report. Programs
+    # for absent devices cannot be cached.
     name = "jax_enable_compilation_cache"
     previous_value = getattr(jax.config, name)
     jax.config.update(name, False)
-    reset_cache()  # JAX asks once in a process whether programs are kept
+    reset_cache()  # JAX decides only once whether it uses the cache
     try:
         yield
     finally:
@@ -109,18 +116,20 @@ def disable_cache() -> Iterator[None]:
 
 
 def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
-    """All of it, in the order in which it is cheap."""
+    """Checks a config: settings, data, rewards, then the compiled step."""
+    # Cheap checks come first, so that a typo is found before minutes of compilation.
     with capture_stderr() as log, Heartbeat(log.print_line) as heartbeat:
         heartbeat.start_activity("reading the config, and the folders that it names")
         resolved, unchecked = resolve_from_local_files(config)
         target = make_target(resolved, options.hardware, options.devices)
         device_count = len(target.devices)
-        # Those of several machines are of several processes, which leave none idle.
+        # Beyond one machine there are several processes. These may leave no device idle.
         processes = 1 if target.card is None or device_count <= target.card.node else device_count
         mesh = meshes.make_mesh(*check_config(resolved, device_count, processes), target.devices)
         used_target = target._replace(devices=[*mesh.devices.flat])
         job = make_job(resolved, mesh)
         check_folders(resolved, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
+        # Missing data cannot be tried with the rewards.
         unread_data = {item for item in unchecked if item.startswith("data.")}
         scorers = make_scorers(resolved)
         if not unread_data and not config.mixture:
@@ -142,10 +151,10 @@ def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
 
 
 def make_target(config: ResolvedConfig, name: str, count: int) -> StepTarget:
-    """The devices to compile for.
+    """Returns the devices to compile for.
 
     Raises:
-      ConfigError: hardware that is not known, or more devices than there can be.
+      ConfigError: the hardware is unknown, or there are too few devices.
     """
     require(
         bool(count) or name == LOCAL_DEVICES,
@@ -153,18 +162,19 @@ def make_target(config: ResolvedConfig, name: str, count: int) -> StepTarget:
     )
     if name == LOCAL_DEVICES:
         start_jax(config, count)
-        available = meshes.count_devices()
+        available = count_devices()
         require(count <= available, f"--devices {count}: JAX finds {available} here")
         return StepTarget(LOCAL_DEVICES, None, jax.devices()[: count or available], virtual=False)
     name = name or hardware.default_hardware(count)
     card = hardware.find_card(name)
+    # XLA compiles for absent GPUs from a description. A GPU of this machine stays unused.
     jax.config.update("jax_platforms", "cpu")
     if hardware.has_cuda_plugin():
         set_check_options()
     start_jax(config, count)
     if hardware.has_cuda_plugin():
         return StepTarget(name, card, list(hardware.topology_devices(card, count)), virtual=False)
-    available = meshes.count_devices()
+    available = count_devices()
     remedy = "install the extra `check`, which compiles for GPUs without one"
     require(
         count <= available,
@@ -181,7 +191,7 @@ def make_target(config: ResolvedConfig, name: str, count: int) -> StepTarget:
 def compile_step(
     job: Job, target: StepTarget, unchecked: list[str], log: StderrCapture, heartbeat: Heartbeat
 ) -> CheckResult:
-    """Compiles the step as a run does, and reads it."""
+    """Compiles the step and analyzes the program."""
     config, prompts = job.config, job.config.batch.prompts
     seconds: list[float] = []
 
@@ -198,7 +208,7 @@ def compile_step(
         return runner
 
     reason = ""
-    # what a CPU's program says of its temporaries is not true of a GPU's
+    # Temporaries of a CPU program differ from those of a GPU, so they cannot exceed a limit here.
     limit = sys.maxsize if target.virtual else target.memory_limit
     try:
         fit = fit_step(job.step, prompts, compile_runner, automatic_sizes(config, job.mesh), limit)
@@ -208,7 +218,7 @@ def compile_step(
     if target.virtual and not reason:
         reason = _overflow_reason(fit)
     expected = program_expectations(fit, config)
-    if target.virtual:  # a CPU's program lays keys out anew where a GPU's does not
+    if target.virtual:  # a CPU program copies keys to another layout, and has no paged kernel
         expected = expected._replace(layer_cache_bytes=0, is_paged=False)
     analysis = findings.analyze_step(fit.compiled.programs["step"].as_text(), expected, target.card)
     warnings = [*log.resharding_messages, *analysis.warnings]
@@ -222,7 +232,7 @@ def _overflow_reason(fit: FittedStep) -> str:
 
 
 def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.StepExpectation:
-    """What its program is looked through for."""
+    """Collects facts to compare the program with."""
     step, prompts = fit.step, config.batch.prompts
     mesh = dict(step.mesh.shape)
     state, _, _ = abstract_arguments(step, prompts)
@@ -230,6 +240,7 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
     if state.learner.draft is not None:
         networks.append(state.learner.draft.network)
     size = jax.numpy.dtype(config.model.dtype).itemsize
+    # A sync gathers weights over the row axes, and leaves them sharded over the others.
     synced = 0
     for leaf in jax.tree.leaves(networks):
         entries = [meshes.entry_axes(entry) for entry in leaf.sharding.spec]
@@ -246,9 +257,11 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
         vocab_size=config.model.vocab,
         row_count=prompts * config.batch.group_size,
         row_length=config.row_length,
+        # Keys are half of the pool, and values the other half.
         layer_cache_bytes=pool // (2 * layers),
         sync_bytes=synced,
         is_paged=step.sizes.page_size > 0,
+        # A multiplication and an addition for each weight and token.
         micro_batch_flops=2
         * count_active_weights(step, config)
         * step.learner.micro_tokens
@@ -261,8 +274,11 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
 
 
 def count_active_weights(step: Step, config: ResolvedConfig) -> int:
-    """Weights of the policy that a token is multiplied with: not the embedding, and of experts
-    those that it is sent to."""
+    """Counts weights of the policy per token.
+
+    These are the weights that a token is multiplied with. Excludes the embedding table, and the
+    experts that a token is not sent to.
+    """
     network = jax.eval_shape(step.init_policy)
     policy: Decoder = network.base if isinstance(network, AdaptedDecoder) else network
     family, total = config.model.family, config.model.vocab * config.model.embed
@@ -275,7 +291,8 @@ def count_active_weights(step: Step, config: ResolvedConfig) -> int:
 
 
 def run_program(argv: Sequence[str]) -> int:
-    """The exit status of a check; a signal ends it at once."""
+    """Runs the check as a program. Returns the exit status."""
+    # There is nothing to save, so a signal ends it at once.
     return run_without_saving("checking", lambda _: main(argv))
 
 

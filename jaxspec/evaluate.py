@@ -1,8 +1,8 @@
-"""Measures a policy on sets of problems: `python -m jaxspec.evaluate --config eval_aime.py`."""
+"""Evaluates a policy on sets of problems: `python -m jaxspec.evaluate --config eval_aime.py`."""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -65,16 +65,16 @@ from jaxspec.system.metrics import to_json_value
 from jaxspec.system.progress import Progress, Screen
 
 COMMAND = "python -m jaxspec.evaluate"
-ABOUT = """Answers every problem of named sets (eval.sets of a config, else its held-out problems)
-some number of times, and tells avg@k, pass@k and cons@k with intervals of 95 % over the problems.
-The policy is model.path, or a checkpoint of a training run: --checkpoint RUN, or
-RUN/checkpoints/NUMBER, or RUN/best. With a checkpoint everything else is the run's, but the eval
-settings of a config that is named beside it. Results come to workdir: evaluations.jsonl has a line
-a problem with all responses, results.json the numbers. Stopped at any time, the same command goes
-on.
+ABOUT = """Evaluates a policy on sets of problems: eval.sets of a config, or its held-out problems.
 
---compare A B tells how much more B answers than A, problem by problem: each is the folder of a run
-or of an evaluation, or FOLDER:STEP. Examples:
+Every problem is answered eval.samples times. The result is avg@k, pass@k and cons@k, with 95 %
+intervals over the problems. The policy is model.path, or a checkpoint of a training run:
+--checkpoint RUN, RUN/checkpoints/NUMBER or RUN/best. With a checkpoint, all other settings are the
+run's, except the eval settings of a config that is also named. Workdir gets evaluations.jsonl, with
+a line per problem and all responses, and results.json. If it is stopped, the same command goes on.
+
+--compare A B compares two evaluations problem by problem. Each is the folder of a run or of an
+evaluation, or FOLDER:STEP. Examples:
   python -m jaxspec.evaluate --config eval_aime.py:qwen3_8b --model.path FOLDER \
     --eval.sets.0.data.path AIME24 --eval.sets.1.data.path AIME25 --eval.sets.2.data.path MATH500
   python -m jaxspec.evaluate --checkpoint runs/rl_think-tiny --eval.samples 16
@@ -86,14 +86,14 @@ _USED_SETTINGS = (
     " eval.min_new_tokens eval.max_new_tokens eval.stop eval.sets. mesh. batch.prompts"
     " batch.group_size rollout."
 )
-"""Settings that an evaluation reads; of the weights too, where no checkpoint has them."""
+"""Settings that an evaluation reads. Without a checkpoint it also reads `_WEIGHT_SETTINGS`."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates, or compares; returns the exit status."""
+    """Evaluates, or compares two evaluations. Returns the exit status."""
     options, words = parse_options(argv)
     if options.compare:
-        require(not words, f"--compare A B stands alone; leave {' '.join(words)} out")
+        require(not words, f"--compare A B takes no other options; leave {' '.join(words)} out")
         first, second = options.compare
         Screen().print(comparison_table(first, second, compare_evaluations(first, second)))
         return 0
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that are no settings, and the words that are left."""
+    """Parses the program's own options. Also returns the remaining words."""
     parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", default="")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"))
@@ -121,27 +121,34 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def evaluation_config(words: Sequence[str], run: SavedRun | None) -> Config:
-    """The config of an evaluation: that of the command line's words, or a run's."""
+    """Returns the config of an evaluation.
+
+    With a run, `words` change the config of that run.
+    """
     base = None
     if run is not None:
+        # The sizes of a run's networks are no settings. `use_run_sizes` adds them later.
         names = {field.name for field in fields(Config)} - {"model", "head"}
         run_settings: dict[str, Any] = {name: getattr(run.config, name) for name in names}
         run_settings["workdir"] = f"{run.folder}-eval-{run.number}"
         base = Config(**run_settings)
     used_settings = _USED_SETTINGS if run else f"{_USED_SETTINGS} {_WEIGHT_SETTINGS}"
     config, _ = load_config(words, "evaluate", ABOUT, used_settings=used_settings, base=base)
+    # A KL penalty would keep a reference policy in memory.
     config = replace(drop_training_sets(config), kl=KlConfig())
-    if run is None:  # what would only be trained is not there
+    if run is None:
+        # An evaluation trains no draft. `require_draft_weights` refuses one without weights.
         return replace(config, offline=OfflineConfig(steps=0))
     check_draft_weights(run.config.rollout.draft, config.rollout.draft)
     return expand_home(config)
 
 
 def drop_training_sets(config: Config) -> Config:
-    """The config without what is trained on, where sets of its own are measured: files and
-    functions of a run may not be here. A warm start is still that of the task."""
+    """Removes the training data if `eval.sets` is set."""
+    # Files and functions of a run may be missing on this machine.
     if not config.eval.sets:
         return config
+    # The task and its digits stay, since they also define the warm start.
     data = {
         name: getattr(config.data, name) for name in (*SHARED_SETTINGS["data"], "task", "digits")
     }
@@ -157,23 +164,27 @@ def drop_training_sets(config: Config) -> Config:
 
 
 def require_draft_weights(config: ResolvedConfig, run: SavedRun | None) -> None:
-    """Refuses a draft of which there are no weights."""
+    """Raises `ConfigError` if the draft has no weights."""
     draft = config.rollout.draft
     require(
         run is not None or not draft.is_learned or bool(draft.path),
-        f"rollout.draft.kind {draft.kind} has weights, and no draft is trained here: set"
+        f"rollout.draft.kind {draft.kind} needs weights, and no draft is trained here: set"
         " --rollout.draft.path FOLDER, or --rollout.draft.kind ngram or none",
     )
 
 
 def use_run_sizes(config: Config, run: SavedRun) -> ResolvedConfig:
-    """The config with what a run's checkpoints say of their sizes."""
+    """Adds a run's network sizes to a config."""
     run_sizes = {name: getattr(run.config, name) for name in ("model", "head", "draft_model")}
     return ResolvedConfig(**vars(config) | run_sizes)
 
 
 def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun | None) -> int:
-    """Asks what is not answered yet, and tells the results."""
+    """Answers the remaining problems, and reports the results. Returns the exit status.
+
+    Raises:
+      Diverged: a set has no result.
+    """
     with interrupt.exit_on_signal("starting"):
         scorers = make_scorers(job.config)
         sets = load_sets(job.config, job.tokenizer)
@@ -183,6 +194,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
             *scorers.remarks,
         ):
             job.say(line)
+        # After bad data was refused, which should leave no trace in the folder.
         claim_folder(job, folder, run)
         try_scorers(job.config, sets, scorers)
         job = replace(job, step=replace(job.step, learner=without_optimizers(job.step.learner)))
@@ -190,7 +202,8 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
         evaluator = compile_evaluator(job, sets, scorers, with_text=True)
         job.say(f"compiled in {time.perf_counter() - start_time:.1f} s")
     records = RecordFile(folder, jax.process_index())
-    records.truncate_from(float("inf"))  # a line that a kill has torn
+    # A killed process may have left half a line. The complete ones stay.
+    records.truncate_from(float("inf"))
     answered = records.load_records()
     remaining = evaluator.remaining_chunks(answered)
     if remaining:
@@ -198,10 +211,10 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
             state = evaluator.prepare_state(load_weights(job, interrupt, run))
         done_count = len(evaluator.chunks) - len(remaining)
         if done_count:
-            job.say(f"{done_count} of {len(evaluator.chunks)} calls are in {folder} already")
+            job.say(f"{done_count} of {len(evaluator.chunks)} calls are already in {folder}")
         new_records = answer_problems(evaluator, state, remaining, records, interrupt)
         if new_records is None:
-            job.say(f"stopped; {folder} has what is answered, and the same command goes on")
+            job.say(f"stopped; the answers so far are in {folder}, and the same command goes on")
             return interrupt.exit_status
         answered += new_records
     estimates = evaluator.estimate_sets(answered)
@@ -219,7 +232,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
         name for name, set_estimates in estimates.items() if not set_estimates["reward"].problems
     ]
     if unknown_sets:
-        raise Diverged(f"nothing is known of any answer to {join_names(unknown_sets)}")
+        raise Diverged(f"no answer to {join_names(unknown_sets)} has a reward")
     return 0
 
 
@@ -230,7 +243,7 @@ def answer_problems(
     records: RecordFile,
     interrupt: Interrupt,
 ) -> list[ProblemRecord] | None:
-    """Asks what is left, and keeps what is answered; None when asked to stop."""
+    """Answers chunks of problems and appends their records. None if it was asked to stop."""
     poll_count, tokens, rounds, start_time = 0, 0, 0, time.perf_counter()
     new_records: list[ProblemRecord] = []
 
@@ -244,6 +257,7 @@ def answer_problems(
             state, answers = evaluator.answer_chunk(state, chunk, should_stop)
             if answers is None:
                 return None
+            # Written after each chunk, so that a stop loses one chunk at most.
             records.append_records(0, answers)
             new_records += answers
             tokens += sum(sum(record["tokens"]) for record in answers)
@@ -255,30 +269,35 @@ def answer_problems(
 
 
 def refuse_run_folder(job: Job, folder: Path) -> None:
-    """Refuses the folder of a training run."""
+    """Raises `ConfigError` for a training run's folder."""
+    # A run writes its own evaluations to a file of the same name.
     run_files = [name for name in ("config.json", "metrics.jsonl") if (folder / name).exists()]
     require(not run_files, f"{folder} is the folder of a training run; name another with --workdir")
 
 
 def claim_folder(job: Job, folder: Path, run: SavedRun | None) -> None:
-    """Notes what is evaluated in the folder, or refuses one that has answers to something else."""
+    """Writes down what is evaluated in the folder.
+
+    Raises:
+      ConfigError: the folder has answers of another evaluation.
+    """
     config = to_json(job.config)
     paths = job.config.model.path, job.config.lora.path, job.config.rollout.draft.path
     weights = {path: fingerprint_checkpoint(path) for path in paths if path}
     if run is not None:
         weights = {"checkpoint": str(run.checkpoints / str(run.number))}
-    # which process asks what, and together with what, follows from both
+    # Both decide which process answers a problem, and in which call.
     mesh = {"processes": jax.process_count(), **dict(job.mesh.shape)}
     claim = {"config": config, "data": data_digests(job.config), "weights": weights, "mesh": mesh}
 
     def check_claim() -> None:
         file = folder / EVALUATION_FILE
-        if (
-            not file.exists() or not RecordFile(folder, 0).load_records()
-        ):  # nothing was answered yet
+        # A folder without answers may be claimed again, with other settings.
+        if not file.exists() or not RecordFile(folder, 0).load_records():
             write_text_atomic(file, json.dumps(claim, indent=2) + "\n")
             return
         saved_claim, current_claim = flatten_settings(read_json(file)), flatten_settings(claim)
+        # Differences in these change no answer.
         ignored = [f"config.{name}" for name in ("workdir", "reward.workers", *SPEED_SETTINGS)]
         differences = [
             f"{name}: {saved_claim.get(name, '(absent)')} -> {current_claim.get(name, '(absent)')}"
@@ -291,17 +310,22 @@ def claim_folder(job: Job, folder: Path, run: SavedRun | None) -> None:
             " or set these back",
         )
 
+    # Only process 0 is sure to see the folder.
     check_in_process_0(check_claim)
 
 
 def without_optimizers(learner: Learner) -> Learner:
-    """A learner that keeps nothing for updates: none will come."""
+    """Removes the optimizers from a learner."""
+    # Their moments would take memory, and nothing is learned.
     identity = optax.identity()
     return replace(learner, policy_optimizer=identity, draft_optimizer=identity)
 
 
 def load_weights(job: Job, interrupt: Interrupt, run: SavedRun | None) -> TrainState:
-    """Policy and draft of the checkpoints that the config names, or of a run's."""
+    """Loads policy and draft.
+
+    They come from `run`, or from the checkpoints that the config names.
+    """
     step, factors = job.step, None
     if run is None:
         shapes = jax.eval_shape(step.init_draft)
@@ -310,6 +334,7 @@ def load_weights(job: Job, interrupt: Interrupt, run: SavedRun | None) -> TrainS
         restored_state, generator = restore_merged_state(run, job)
         policy, draft = restored_state.learner.policy.network, restored_state.learner.draft
         network = draft.network if draft else None
+        # The run chose its draft temperatures by these measurements.
         factors = resize_overlap(
             restored_state.generator.overlap_by_factor, step.generator, generator.settings.grid
         )
@@ -321,20 +346,20 @@ def load_weights(job: Job, interrupt: Interrupt, run: SavedRun | None) -> TrainS
 
 
 def results_table(estimates: Mapping[str, Mapping[str, Estimate]]) -> Table:
-    """What an evaluation has found, for rich to print."""
+    """Builds the table of an evaluation."""
     table = Table(box=box.SIMPLE)
     for title in ("set", "metric", "value", "95 %", "problems"):
         table.add_column(title, justify="left" if title in ("set", "metric") else "right")
     for name, set_estimates in estimates.items():
         for metric, estimate in set_estimates.items():
-            is_finite = math.isfinite(estimate.low)  # one problem says nothing of others
+            is_finite = math.isfinite(estimate.low)  # a single problem gives no interval
             interval = f"{estimate.low:.3f} - {estimate.high:.3f}" if is_finite else ""
             table.add_row(name, metric, f"{estimate.value:.3f}", interval, str(estimate.problems))
     return table
 
 
 def comparison_table(first: str, second: str, differences: Mapping[str, PairedDifference]) -> Table:
-    """How two evaluations differ, for rich to print."""
+    """Builds the table of a comparison."""
     table = Table(box=box.SIMPLE, title=f"{first} -> {second}", title_justify="left")
     for title in ("set", "first", "second", "change", "95 %", "problems"):
         align_left = title in ("set", "problems")

@@ -1,9 +1,11 @@
-"""A run's policy and draft as Hugging Face folders: `python -m jaxspec.export --checkpoint RUN
---out DIR`."""
+"""Exports a run's policy and draft as Hugging Face folders.
+
+`python -m jaxspec.export --checkpoint RUN --out DIR`
+"""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -37,6 +39,7 @@ from jaxspec.host.loaded_run import SavedRun, check_tokenizer, find_run, read_st
 from jaxspec.host.workdir import require_outside_runs
 from jaxspec.inputs.checked import CheckedConfig, require
 from jaxspec.models.lora import AdaptedDecoder, change_retention, merge_lora
+from jaxspec.processes.devices import count_devices
 from jaxspec.state import PyTree
 from jaxspec.system.files import SaveError, expand_user_path
 from jaxspec.system.interrupt import Interrupt
@@ -45,9 +48,11 @@ from jaxspec.tokens.tokenizer import Tokenizer
 
 COMMAND = "python -m jaxspec.export"
 ABOUT = """Writes a checkpoint of a training run as a Hugging Face folder, for transformers, vLLM,
-SGLang or an evaluation harness: the policy in DIR, its learned draft in DIR/draft, adapters that
-were trained in DIR/adapter (merged into DIR's weights as well), with their base in DIR/base if it
-is not just the checkpoint that the run started from.
+SGLang or an evaluation harness.
+
+The policy is written to DIR, and its learned draft to DIR/draft. Trained adapters are merged into
+the policy, and also written to DIR/adapter. Their base is written to DIR/base, unless it is the
+checkpoint that the run started from.
 
 RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it
 (RUN/checkpoints/NUMBER). DIR must not exist yet. Examples:
@@ -56,7 +61,7 @@ RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in 
     --draft speculators    (for vLLM)
   python -m jaxspec.train --config rl_think.py:qwen3_8b --data.path FILE \
     --model.path qwen3-8b-grpo --rollout.draft.path qwen3-8b-grpo/draft \
-    --offline.steps 0    (to go on, without training the draft before)"""
+    --offline.steps 0    (continues training, without training the draft first)"""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -66,35 +71,36 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Files of a tokenizer, which are copied as they are."""
+"""Files of a tokenizer, copied unchanged."""
 GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(CheckedConfig, prefix="--"):
-    """What the command line may choose."""
+    """Options of the command line."""
 
     out: str = ""
-    """The folder to write; it must not exist yet."""
+    """Folder to write. It must not exist yet."""
     draft: Literal["raw", "speculators", "none"] = "raw"
-    """Form of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM,
-    which alone reads unusual taps for sure; `none` leaves the draft out."""
+    """Format of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM.
+    Only vLLM is sure to read unusual taps. `none` leaves the draft out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; `auto`: the run's model.dtype, but float32 for merged adapters, of which
-    a narrower type would lose a part."""
+    """Type of the weights. `auto` is the run's model.dtype, but float32 for merged adapters, of
+    which a narrower type would lose a part."""
     tokenizer: str = ""
-    """Folder of the run's tokenizer, if it is not where the run was told."""
+    """Folder of the run's tokenizer, if it has moved since the run."""
 
 
 LazyTensor = tuple[str, int, Callable[[], np.ndarray]]
-"""Name, bytes, and what makes it."""
+"""Name and size in bytes of a tensor, and a function that makes it."""
 
 
 def export_run(run: SavedRun, options: ExportOptions) -> Path:
-    """Writes the folder, whole or not at all, and returns it.
+    """Writes the folder and returns it. If anything fails, there is no folder.
 
     Raises:
-      ConfigError: the folder exists or cannot be written, or the tokenizer is not to be found.
+      ConfigError: the folder exists, or the options do not fit the run.
+      SaveError: the folder cannot be written.
     """
     require(bool(options.out), f"no --out: name the folder to write; see {COMMAND} --help")
     out = expand_user_path(options.out, "--out")
@@ -113,6 +119,7 @@ def export_run(run: SavedRun, options: ExportOptions) -> Path:
         f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}",
     )
     job = _open_job(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
+    # Renamed when it is complete, so that an interrupted export leaves no broken folder.
     partial_folder = temporary_folder(options)
     try:
         partial_folder.mkdir(parents=True)
@@ -129,20 +136,23 @@ def export_run(run: SavedRun, options: ExportOptions) -> Path:
 
 
 def temporary_folder(options: ExportOptions) -> Path:
-    """Where the folder is written until it is whole: no other process writes there."""
+    """Returns the folder for an incomplete export."""
+    # Next to the target, since only within a file system is a rename atomic. Host and process are
+    # in the name, so that two exports cannot write to the same folder.
     out = expand_user_path(options.out, "--out")
     return out.with_name(f"{out.name}.writing-{os.uname().nodename}-{os.getpid()}")
 
 
 def _open_job(config: ResolvedConfig) -> Job:
-    """The job on all devices there are, each holding a part of the weights; nothing is computed."""
+    """Makes a job on all devices of this machine."""
+    # The run's mesh may not exist here. Every device holds a shard of the weights.
     start_jax(config, config.mesh.data * config.mesh.expert * config.mesh.tensor)
-    count = meshes.count_devices()
+    count = count_devices()
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 
 
 def _write_folder(folder: Path, out: Path, job: Job, run: SavedRun, options: ExportOptions) -> None:
-    """Writes everything into `folder`, which will be moved to `out`."""
+    """Writes all files to `folder`, which becomes `out`."""
     model = job.config.model
     state = read_state(run, job.step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
@@ -158,6 +168,7 @@ def _write_folder(folder: Path, out: Path, job: Job, run: SavedRun, options: Exp
     content = policy_config_json(model, policy_dtype.name, _special_ids(job.tokenizer))
     tensors = list(stream_tensors(policy_mappings(model), policy, policy_dtype))
     draft_files = None if network is None else _export_draft(network, out, job, options, dtype)
+    # MTP layers are part of the policy's checkpoint. Other drafts have a folder.
     if draft_files is not None and draft_files.merge_with_policy:
         content, tensors = content | draft_files.config, [*tensors, *draft_files.tensors]
     _write_json(folder / CONFIG_FILE, content)
@@ -172,22 +183,25 @@ def _write_folder(folder: Path, out: Path, job: Job, run: SavedRun, options: Exp
 
 
 def _report_rounding(policy: AdaptedDecoder, dtype: Any) -> None:
-    """Says how much of the adapters a narrow type loses."""
+    """Reports how much of the adapters' change is kept.
+
+    Prints nothing for types as wide as float32.
+    """
     if jnp.finfo(dtype).bits >= 32:
         return
     share = float(jax.jit(partial(change_retention, dtype=dtype))(policy))
     print(
         f"merged weights rounded to {dtype.name} keep {share:.0%} of the adapters' change; leave"
-        " out --dtype to write them in float32, or serve DIR/adapter beside its base",
+        " out --dtype to write them in float32, or serve DIR/adapter with its base",
         flush=True,
     )
 
 
 def _write_adapter(folder: Path, out: Path, job: Job, policy: AdaptedDecoder, dtype: Any) -> None:
-    """The adapters that were trained, and their base, unless it is just the checkpoint that the run
-    was started from."""
+    """Writes the trained adapters, and their base if needed."""
     config, base = job.config, job.config.model.path
     (folder / "adapter").mkdir()
+    # Adapters that the run started from were merged into its base, which no folder has yet.
     if config.lora.path or not base:
         base = str(out / "base")
         (folder / "base").mkdir()
@@ -217,7 +231,7 @@ def _write_adapter(folder: Path, out: Path, job: Job, policy: AdaptedDecoder, dt
 def _export_draft(
     network: PyTree, out: Path, job: Job, options: ExportOptions, dtype: Any
 ) -> DraftFiles:
-    """A learned draft as its kind is published, for the policy that will be in `out`."""
+    """Exports a learned draft, for a policy in `out`."""
     draft = job.config.rollout.draft
     request = ExportSpec(
         policy=replace(job.config.model, path=str(out)),
@@ -243,8 +257,7 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _write_tokenizer(folder: Path, job: Job) -> None:
-    """The tokenizer's own files, and how generation ends: the source's settings where it has
-    them."""
+    """Writes the tokenizer and a generation config."""
     source = Path(job.config.data.tokenizer)
     if job.config.data.tokenizer:
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
@@ -252,6 +265,7 @@ def _write_tokenizer(folder: Path, job: Job) -> None:
                 shutil.copyfile(source / name, folder / name)
     else:
         job.tokenizer.save(str(folder))
+    # Without a generation config, other libraries would not know all end tokens.
     if not (folder / GENERATION_CONFIG).is_file():
         generation = {**_special_ids(job.tokenizer), "eos_token_id": list(job.tokenizer.stop_ids)}
         _write_json(
@@ -265,7 +279,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str], interrupt: Interrupt) -> int:
-    """Exports what the command line names; returns the exit status."""
+    """Exports the run on the command line. Returns the exit status."""
     path, words = take_option(argv, COMMAND, "checkpoint", "RUN --out DIR")
     options = override_settings(
         ExportOptions(), words, f"{COMMAND} --checkpoint {path or 'RUN'}", ABOUT

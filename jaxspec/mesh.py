@@ -1,14 +1,9 @@
-"""Devices and names: the mesh, and the rules from logical axes to mesh axes."""
+"""Device mesh, array layouts, and `shard_map` over mesh axes."""
 
 import contextlib
 import contextvars
-import functools
 import math
-import os
-import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,19 +12,19 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.inputs.checked import ConfigError, first_line, require
-from jaxspec.processes.environment import environment_number, parse_whole_number
-
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 AXES = (DATA, EXPERT, TENSOR)
 ROWS = (DATA, EXPERT)
-"""What splits rows: over data shards, each with a loop of its own, and within one over the members
-that hold the experts between them and step together."""
-_MOST_DEVICES = 512
-"""More devices of a CPU than any machine has cores; XLA would not get to an end with a million."""
+"""Mesh axes that shard rows. Each `data` shard runs its own generation loop. The `expert` members
+of a shard run in lockstep and hold its experts between them."""
+
+
+# ---- layouts of weights
 
 Rules = Mapping[str, tuple[str, ...]]
-"""Logical axis to mesh axes; of a leaf, no mesh axis splits two."""
+"""Mesh axes that shard each logical axis of weights."""
+# The loop of a data shard ends when its own rows do, so weights cannot be gathered over `data` in
+# it.
 ROLLOUT_RULES: Rules = {
     "experts": (EXPERT,),
     "heads": (TENSOR,),
@@ -37,147 +32,11 @@ ROLLOUT_RULES: Rules = {
     "ffn": (TENSOR,),
     "vocab": (TENSOR,),
 }
-"""Rollout layout: each `data` shard holds whole weights, split over `tensor`, and the experts over
-`expert`."""
+"""Layout for generation. Each `data` shard holds all weights, sharded over `tensor`, and experts
+over `expert`."""
 TRAIN_RULES: Rules = {**ROLLOUT_RULES, "embed": ROWS}
-"""Train layout: all are split over what splits rows too (FSDP), along the embedding width."""
-
-
-def core_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def thread_count() -> int:
-    """Threads of each device of a CPU."""
-    return environment_number("NPROC", 1) or core_count()
-
-
-def describe_machine(mesh: Mesh) -> dict[str, Any]:
-    """What a program runs on."""
-    device, cpu_info = mesh.devices.flat[0], Path("/proc/cpuinfo")
-    cpu_model = (
-        re.search(r"model name\s*: (.*)", cpu_info.read_text(encoding="utf-8"))
-        if cpu_info.exists()
-        else None
-    )
-    return {
-        "device": device.device_kind,
-        "mesh": dict(mesh.shape),
-        "cpu": cpu_model[1] if cpu_model else platform.machine(),
-        "cores": os.cpu_count(),
-    }
-
-
-def prepare_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
-    """On a CPU, makes one device per core with one thread each, or `device_count`, with
-    `threads_per_device` each (0: all).
-
-    Rows need nothing of one another while they are generated: on two cores, two devices of one
-    thread each decoded small models 1.1 to 2.8 times as fast as one device with both threads.
-
-    Must run before JAX starts its backends; leaves an explicit XLA_FLAGS or JAX_NUM_CPU_DEVICES as
-    it is.
-
-    Raises:
-      ConfigError: an environment variable that it reads, or that XLA would end the process for,
-        holds no such number.
-    """
-    environment_number("NPROC", 1)
-    configured_count, local_count = (
-        environment_number(name, 1, _MOST_DEVICES)
-        for name in ("JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
-    )
-    if _has_forced_devices() or configured_count:
-        return
-    # whoever wanted more is told what there is
-    count = local_count or min(device_count or core_count(), _MOST_DEVICES)
-    # read by XLA's CPU client when it starts
-    os.environ.setdefault("NPROC", str(threads_per_device or max(1, core_count() // count)))
-    jax.config.update("jax_num_cpu_devices", count)
-
-
-def _has_forced_devices() -> bool:
-    """Whether XLA_FLAGS says how many devices a CPU has; of flags that it cannot read, XLA says
-    less or far too much."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    if not flags:
-        os.environ.pop("XLA_FLAGS", None)  # for a value of blanks XLA ends the process
-    has_file = flags and not flags[0].startswith("--")
-    require(
-        not has_file or Path(flags[0]).is_file(),
-        f"XLA_FLAGS starts with {flags[:1]}: neither a flag (--NAME=VALUE) nor a file of flags",
-    )
-    counts = [
-        flag.partition("=")[2]
-        for flag in flags
-        if flag.startswith("--xla_force_host_platform_device_count")
-    ]
-    for count in counts:
-        is_valid = 1 <= (parse_whole_number(count) or 0) <= _MOST_DEVICES
-        flag = f"--xla_force_host_platform_device_count={count}"
-        require(
-            is_valid,
-            f"XLA_FLAGS has {flag}; give a whole number, 1 or more and at most {_MOST_DEVICES}",
-        )
-    return bool(counts)
-
-
-def count_devices() -> int:
-    """Starts JAX's backends, once all processes are joined; returns the devices of all of them.
-
-    Raises:
-      ConfigError: there is no device of the kind that JAX_PLATFORMS names.
-    """
-    try:
-        return jax.device_count()
-    except (RuntimeError, AssertionError) as error:
-        platforms = os.environ.get("JAX_PLATFORMS")
-        problem = (
-            f"JAX_PLATFORMS is {platforms!r}, and there is no such device here"
-            if platforms
-            else "JAX finds no device here"
-        )
-        details = f" ({first_line(error)})" if str(error) else ""
-        raise ConfigError(
-            f"{problem}{details}; unset JAX_PLATFORMS, or install JAX for that device (bash"
-            " launch/venv.sh)"
-        ) from error
-
-
-def has_accelerators(mesh: Mesh) -> bool:
-    """Whether its devices are accelerators."""
-    return mesh.devices.flat[0].platform != "cpu"
-
-
-TILE = 128
-"""Positions of a tile on accelerators. XLA pads the operands of other products by copies."""
-
-
-def round_to_tiles(mesh: Mesh, positions: int) -> int:
-    """Positions rounded up to whole tiles of its devices; on CPUs as they are."""
-    return -(-positions // TILE) * TILE if has_accelerators(mesh) else positions
-
-
-def has_single_cpu_shards(mesh: Mesh) -> bool:
-    """Whether every data shard is one device, a CPU: there, weights and caches are laid out for
-    XLA's kernels."""
-    return not has_accelerators(mesh) and mesh.shape[TENSOR] == 1
-
-
-def make_mesh(
-    data: int, tensor: int = 1, expert: int = 1, devices: Sequence[Any] | None = None
-) -> Mesh:
-    """Builds the `data` x `expert` x `tensor` mesh over the first of some devices, or of those of
-    all processes; axes are Auto."""
-    count = data * expert * tensor
-    grid = np.asarray((jax.devices() if devices is None else devices)[:count])
-    return Mesh(grid.reshape(data, expert, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def row_shard_count(mesh: Mesh) -> int:
-    """Into how many parts rows are split."""
-    return mesh.shape[DATA] * mesh.shape[EXPERT]
+"""Layout for training. Weights are also sharded over the row axes, along the embedding width
+(FSDP)."""
 
 
 def assign_shardings(
@@ -187,20 +46,27 @@ def assign_shardings(
     rules: Rules,
     shard_above: int = 0,
 ) -> Any:
-    """Maps every leaf of `tree` to its sharding; leaves of fewer than `shard_above` elements are
-    not split where rows are, but for their experts.
+    """Maps every leaf of `tree` to its sharding.
 
-    A leaf is looked up in `axes` by the last attribute name on its path (`.layers.query.value` is
-    `query`), so optimizer states follow their weights, and a layer by itself has the axes of the
-    stack but the first; a dimension that its mesh axes do not divide is split by fewer of them, or
-    replicated, as is a leaf without an entry.
+    Leaves without an entry in `axes`, or of another rank, are replicated. A dimension whose size
+    its mesh axes do not divide is sharded over fewer of them.
+
+    Args:
+      mesh: the mesh to shard over.
+      tree: weights, or a tree that contains them, such as an optimizer state.
+      axes: logical axes by attribute name. `.layers.query.value` is looked up as `query`.
+      rules: mesh axes of each logical axis.
+      shard_above: leaves with fewer elements are not sharded over the row axes, except experts over
+        `expert`.
     """
 
     def choose_sharding(path: Any, leaf: Any) -> NamedSharding:
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         if names and names[-1] == "value":  # the content of a flax Param
             names.pop()
+        # Optimizer states hold moments under the names of their weights, so they match too.
         logical_axes = axes.get(names[-1], ()) if names else ()
+        # Stacked layers have a first axis without a name, which a single layer lacks.
         if logical_axes[:1] == (None,) and leaf.ndim == len(logical_axes) - 1:
             logical_axes = logical_axes[1:]
         if len(logical_axes) != leaf.ndim:
@@ -208,6 +74,7 @@ def assign_shardings(
         is_small, free_axes = leaf.size < shard_above, list(mesh.axis_names)
         entries = []
         for name, size in zip(logical_axes, leaf.shape, strict=True):
+            # A mesh axis can shard only one dimension of an array.
             mesh_axes = tuple(axis for axis in rules.get(name or "", ()) if axis in free_axes)
             if is_small and DATA in mesh_axes:
                 mesh_axes = ()
@@ -221,23 +88,87 @@ def assign_shardings(
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a `PartitionSpec`."""
+    """Returns the mesh axes of a `PartitionSpec` entry."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def keep_row_axes(spec: P) -> P:
-    """How a leaf is split over the axes that split rows alone."""
+    """Keeps only the row axes of a spec."""
     row_axes = [tuple(axis for axis in entry_axes(entry) if axis in ROWS) for entry in spec]
     return P(*(entry or None for entry in row_axes))
 
 
-def shard_map_rows(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function of every shard of rows by itself: a `shard_map` that is manual over what splits
-    them, in which all that goes between shards is what the function says.
+# ---- layouts of rows
 
-    A `tensor` axis of one device is manual too: else JAX says of every operation how it is split
-    over that axis, which makes a program a half longer and slower to compile.
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays (rows, ...)."""
+    return NamedSharding(mesh, P(ROWS))
+
+
+def update_row_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays (updates, rows, ...)."""
+    return NamedSharding(mesh, P(None, ROWS))
+
+
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays copied to every device."""
+    return NamedSharding(mesh, P())
+
+
+# ---- meshes and their devices
+
+
+def make_mesh(
+    data: int, tensor: int = 1, expert: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """Builds the `data` x `expert` x `tensor` mesh.
+
+    Its axes are Auto. It uses the first of `devices`, by default of those of all processes.
     """
+    count = data * expert * tensor
+    # `tensor` varies fastest, so its members are neighbors. They communicate in every layer.
+    grid = np.asarray((jax.devices() if devices is None else devices)[:count])
+    return Mesh(grid.reshape(data, expert, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def row_shard_count(mesh: Mesh) -> int:
+    """Returns the number of shards of rows."""
+    return mesh.shape[DATA] * mesh.shape[EXPERT]
+
+
+def has_accelerators(mesh: Mesh) -> bool:
+    """Returns whether a mesh has accelerators."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
+def has_single_cpu_shards(mesh: Mesh) -> bool:
+    """Returns whether row shards are single CPU devices."""
+    # Weights and caches are then laid out for XLA's CPU kernels.
+    return not has_accelerators(mesh) and mesh.shape[TENSOR] == 1
+
+
+# XLA copies the operands of products to pad them to multiples of this size.
+TILE = 128
+"""Positions in a tile on accelerators."""
+
+
+def round_to_tiles(mesh: Mesh, positions: int) -> int:
+    """Rounds positions up to full tiles on accelerators. CPUs have no tiles."""
+    return -(-positions // TILE) * TILE if has_accelerators(mesh) else positions
+
+
+# ---- shard_map, and collectives inside it
+
+
+def shard_map_rows(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """Maps a function over the shards of rows.
+
+    A `shard_map` that is manual over the row axes. Shards exchange data only through collectives in
+    the function.
+    """
+    # A `tensor` axis of one device is manual too. As an Auto axis it would annotate every operation
+    # with a sharding, which makes the program half as long again, and slower to compile.
     manual_axes = {*ROWS} if mesh.shape[TENSOR] > 1 else {*AXES}
     return jax.shard_map(
         function,
@@ -250,8 +181,11 @@ def shard_map_rows(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any
 
 
 def shard_map_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Inside `shard_map_rows`: the function on every member of `tensor` by itself, where the
-    compiler would split it as it likes. Where there is one member, or no mesh, the function."""
+    """Maps a function over `tensor`, inside `shard_map_rows`.
+
+    Returns the function unchanged if `tensor` has one member or there is no mesh in scope.
+    """
+    # With an Auto axis, the compiler would choose how to split the function.
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR not in mesh.auto_axes or mesh.shape[TENSOR] == 1:
         return function
@@ -266,31 +200,42 @@ def shard_map_tensor(function: Callable, in_specs: Any, out_specs: Any) -> Calla
 
 
 def sum_over_tensor(partial_sums: Any) -> Any:
-    """Inside `shard_map_tensor`: what the members of `tensor` have parts of."""
+    """Adds up partial sums over `tensor`, inside `shard_map_tensor`."""
     mesh = jax.sharding.get_abstract_mesh()
     return lax.psum(partial_sums, TENSOR) if _is_manual(TENSOR, mesh) else partial_sums
 
 
 def max_over_experts(value: Any) -> Any:
-    """Inside `shard_map_rows`: the largest value of the members of `expert`, or whether something
-    holds for any. They step together, as all take part when tokens go to the experts, so that what
-    they decide about steps must be the same."""
+    """Returns the maximum over `expert`, inside `shard_map_rows`.
+
+    For booleans that is whether any member has True.
+    """
+    # All members take part whenever tokens are sent to experts. They must therefore agree on trip
+    # counts and branches, or they would wait for each other forever.
     mesh = jax.sharding.get_abstract_mesh()
     return lax.pmax(value, EXPERT) if _is_manual(EXPERT, mesh) else value
 
 
 def sum_over_experts(value: Any) -> Any:
-    """Inside `shard_map_rows`: the sum of what the members of `expert` counted."""
+    """Returns the sum over `expert`, inside `shard_map_rows`."""
     mesh = jax.sharding.get_abstract_mesh()
     return lax.psum(value, EXPERT) if _is_manual(EXPERT, mesh) else value
 
+
+def _is_manual(axis: str, mesh: Any) -> bool:
+    # A collective over a single member would only lengthen the program.
+    return axis in mesh.manual_axes and mesh.shape[axis] > 1
+
+
+# ---- kernels of the mesh in scope
 
 _PLAIN_KERNELS = contextvars.ContextVar("plain twins of kernels", default=False)
 
 
 @contextlib.contextmanager
 def use_plain_kernels() -> Iterator[None]:
-    """Programs that this thread traces meanwhile have no GPU kernels, but their plain twins."""
+    """Traces plain twins of GPU kernels inside the context."""
+    # A context variable, so that traces in other threads keep their kernels.
     token = _PLAIN_KERNELS.set(True)
     try:
         yield
@@ -299,7 +244,10 @@ def use_plain_kernels() -> Iterator[None]:
 
 
 def device_kind_in_scope() -> str:
-    """Kind of the devices of the mesh in scope; empty without one, or without kernels."""
+    """Returns the device kind of the mesh in scope.
+
+    Empty without a mesh, and inside `use_plain_kernels`.
+    """
     if _PLAIN_KERNELS.get():
         return ""
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -307,94 +255,8 @@ def device_kind_in_scope() -> str:
 
 
 def has_gpus_in_scope() -> bool:
-    """Whether they are NVIDIA GPUs."""
-    return device_kind_in_scope().startswith("NVIDIA")
+    """Returns whether the mesh in scope has NVIDIA GPUs.
 
-
-def _is_manual(axis: str, mesh: Any) -> bool:
-    return axis in mesh.manual_axes and mesh.shape[axis] > 1
-
-
-def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of arrays whose first axis is rows (or prompts)."""
-    return NamedSharding(mesh, P(ROWS))
-
-
-def update_row_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of arrays whose first axis is updates on a batch, and the second rows."""
-    return NamedSharding(mesh, P(None, ROWS))
-
-
-def replicated_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of what every device holds whole."""
-    return NamedSharding(mesh, P())
-
-
-def from_host_values(leaf: Any, values: np.ndarray) -> jax.Array:
-    """Values that every process has where it needs them, as a global array of the shape and
-    sharding of `leaf`."""
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
-
-
-def locate_rows(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which processes have a copy of each of `count` rows, as a mask (processes, count), and the
-    one of them that owns it (holds the first copy), as numbers (count,).
-
-    Every row is owned by exactly one process, also where `tensor` spans several.
+    False inside `use_plain_kernels`.
     """
-    copies = np.zeros((jax.process_count(), count), bool)
-    owners = np.full(count, -1)
-    for device, (rows,) in sorted(
-        row_sharding(mesh).devices_indices_map((count,)).items(), key=lambda item: item[0].id
-    ):
-        copies[device.process_index, rows] = True
-        owners[rows] = np.where(owners[rows] < 0, device.process_index, owners[rows])
-    return copies, owners
-
-
-def read_local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """The given rows, all of which have a copy here, without touching other processes, and without
-    room for their rows."""
-    host = np.zeros((len(rows), *array.shape[1:]), array.dtype)
-    for shard in array.addressable_shards:
-        start_row, stop_row, _ = shard.index[0].indices(array.shape[0])
-        in_shard = (rows >= start_row) & (rows < stop_row)
-        if in_shard.any():
-            host[(in_shard, *shard.index[1:])] = np.asarray(shard.data)[rows[in_shard] - start_row]
-    return host
-
-
-def from_local_rows(leaf: Any, rows: np.ndarray, values: np.ndarray) -> jax.Array:
-    """Values of the rows that have a copy here, whose numbers ascend, as a global array of the
-    shape and sharding of `leaf`; no process has room for the rows of others."""
-
-    def read_shard(index: Any) -> np.ndarray:
-        shard_rows = np.arange(*index[0].indices(leaf.shape[0]))
-        return values[(np.searchsorted(rows, shard_rows), *index[1:])]
-
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, read_shard)
-
-
-def sum_over_processes(table: np.ndarray) -> np.ndarray:
-    """A table of which every process has some entries, and zeros elsewhere, whole. It is added up
-    on its way, so that none holds as many tables as there are processes."""
-    if jax.process_count() == 1:
-        return table
-    mesh, sum_tables = _compile_process_sum()
-    local_table = jax.device_put(table[None], mesh.local_devices[0])
-    tables = jax.make_array_from_single_device_arrays(
-        (jax.process_count(), *table.shape), NamedSharding(mesh, P("process")), [local_table]
-    )
-    return np.asarray(sum_tables(tables).addressable_data(0))
-
-
-@functools.cache
-def _compile_process_sum() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
-    """One device of each process, and what adds up an array over its first axis, which is split
-    over them."""
-    first_devices = {device.process_index: device for device in reversed(jax.devices())}
-    devices = np.asarray([first_devices[process] for process in sorted(first_devices)])
-    mesh = Mesh(devices, ("process",), axis_types=(AxisType.Auto,))
-    return mesh, jax.jit(
-        lambda table: table.sum(axis=0, dtype=table.dtype), out_shardings=NamedSharding(mesh, P())
-    )
+    return device_kind_in_scope().startswith("NVIDIA")

@@ -1,9 +1,11 @@
-"""Answers on the terminal, token by token, with the run's draft at work: `python -m jaxspec.sample
---checkpoint RUN`."""
+"""Answers prompts on the terminal and shows accepted drafts.
+
+`python -m jaxspec.sample --checkpoint RUN`
+"""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -54,55 +56,54 @@ ABOUT = """Answers prompts with the newest checkpoint of a training run, and sho
 draft proposed.
 
 RUN is a run's folder (with config.json and checkpoints/), or one checkpoint in it
-(RUN/checkpoints/NUMBER). Without --prompt, prompts are read from standard input, one a line. Tokens
-that were drafted and accepted are green and underlined on a terminal and stand [in brackets]
-elsewhere; the others were chosen by the policy itself. Settings that are not named are the run's.
-Examples:
+(RUN/checkpoints/NUMBER). Without --prompt, prompts are read from standard input, one per line.
+Tokens that were drafted and accepted are green and underlined on a terminal, and [in brackets]
+elsewhere. The policy itself chose the others. Settings that are not given are the run's. Examples:
   python -m jaxspec.sample --checkpoint runs/rl_think-tiny --prompt 27+85=
   python -m jaxspec.sample --checkpoint runs/rl_think-tiny --draft.kind none    (plain decoding)
   python -m jaxspec.sample --checkpoint runs/rl_think-tiny --verify coupled    (the same tokens)"""
 DRAFTED_STYLE = "green underline"
 ENDINGS = {EOS: "eos", LENGTH: "length", FAILED: "failed (logits that are not finite)"}
-"""How an answer ended, in words."""
+"""Description of how an answer ended, by status."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(CheckedConfig, prefix="--"):
-    """What the command line may change."""
+    """Options of the command line."""
 
     prompt: str = ""
-    """The prompt; empty: prompts come from standard input, one a line."""
+    """Prompt to answer. If empty, prompts are read from standard input, one per line."""
     samples: Count = 1
-    """Answers to each prompt; several are made together, and printed when all are done."""
+    """Answers to each prompt. Several are generated together, and printed when all are done."""
     seed: Seed = 0
-    """Seed of the sampling; the same seed, settings and prompts give the same answers."""
+    """Seed of the sampling. The same seed, settings and prompts give the same answers."""
     temperature: Temperature = 1.0
-    """Sampling temperature; 0: the most likely token."""
+    """Sampling temperature. 0 samples the most likely token."""
     top_k: Natural = 0
-    """Sample from the k most likely tokens; 0: from all."""
+    """Sample from the k most likely tokens. 0 allows all."""
     top_p: Annotated[float, Range(above=0, max=1)] = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1:
-    from all."""
+    """Sample from the smallest set of most likely tokens whose probabilities reach this sum. 1
+    allows all."""
     min_p: Annotated[float, Range(min=0, max=1)] = 0.0
-    """Sample from tokens at least this share as likely as the most likely one; 0: from all."""
+    """Sample from tokens with at least this share of the highest probability. 0 allows all."""
     min_new_tokens: Natural = 0
     """Tokens before an end token may be sampled."""
     max_new_tokens: Count = 28
-    """Longest answer, in tokens."""
+    """Maximum tokens of an answer."""
     banned: tuple[Natural, ...] = ()
     """Token ids that are never sampled."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, with the token in which it first contains one of them."""
+    """Texts that end an answer, at the token that completes one of them."""
     stop_ids: tuple[Natural, ...] = ()
-    """Token ids that end an answer, beside those that the tokenizer's files name."""
+    """Token ids that end an answer, in addition to those in the tokenizer's files."""
     enable_thinking: bool = True
-    """What the chat template is told of `enable_thinking`."""
+    """Value of `enable_thinking` for the chat template."""
     max_prompt_length: Annotated[int, Range(min=2)] = 8
-    """Longest prompt, in tokens."""
+    """Maximum tokens of a prompt."""
     tokenizer: str = ""
-    """Folder of the run's tokenizer, if it is not where the run was told."""
+    """Folder of the run's tokenizer, if it has moved since the run."""
     verify: VerifyRule = "block"
-    """Lossless rule: `block`, `token`, or `coupled`, which gives the very tokens of plain
+    """Lossless rule: `block`, `token`, or `coupled`, which keeps the exact tokens of plain
     decoding."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
@@ -112,11 +113,11 @@ ROLLOUT_OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "min_new_tokens", "max_new_tokens", "banned"),
     *("stop", "stop_ids", "enable_thinking", "verify", "draft", "lookup"),
 )
-"""Options that are settings of `rollout`."""
+"""Names of options that are also settings of `rollout`."""
 
 
 def options_from_config(config: ResolvedConfig) -> SampleOptions:
-    """The run's own settings."""
+    """Returns a run's settings as options."""
     return SampleOptions(
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
@@ -128,11 +129,13 @@ def options_from_config(config: ResolvedConfig) -> SampleOptions:
 def sampling_config(
     run: ResolvedConfig, options: SampleOptions, words: Sequence[str]
 ) -> ResolvedConfig:
-    """The run's config with the options in it, which come from `words`, for one prompt.
+    """Returns a run's config for one prompt.
+
+    It has the values of `options`, which were parsed from `words`.
 
     Raises:
-      ConfigError: a learned draft that the run has no weights for, draft settings without use, or
-        no tokenizer.
+      ConfigError: the run has no weights of the draft, a draft setting has no effect, or the
+        tokenizer is missing.
     """
     rollout = replace(run.rollout, **{name: getattr(options, name) for name in ROLLOUT_OPTIONS})
     longest = options.max_prompt_length + options.max_new_tokens
@@ -143,20 +146,19 @@ def sampling_config(
     data = replace(
         run.data, max_prompt_length=options.max_prompt_length, tokenizer=options.tokenizer
     )
-    # one row is no group to learn from
+    # The config of a learner needs groups of two rows, even though nothing is learned here.
     group_size = max(2, options.samples)
     batch = replace(run.batch, prompts=1, group_size=group_size, mini_batches=1)
-    training = replace(
-        run.draft_training, ttt_steps=min(run.draft_training.ttt_steps, longest - 1)
-    )  # answers may be shorter than in training
+    # Answers may be shorter than in training, and a draft cannot unroll beyond a row.
+    training = replace(run.draft_training, ttt_steps=min(run.draft_training.ttt_steps, longest - 1))
     return replace(
         run, seed=options.seed, rollout=rollout, data=data, batch=batch, draft_training=training
     )
 
 
 def _adapt_to_single_row(rollout: RolloutConfig) -> RolloutConfig:
-    """For a single row: without siblings and earlier answers, history is the latest n-gram
-    match."""
+    """Replaces lookups in the history by n-gram lookups."""
+    # A single row has no siblings and no earlier answers to look in.
     lookup_kind = get_kind(rollout.lookup_kind).single_row_kind
     if not lookup_kind:
         return rollout
@@ -169,8 +171,10 @@ def _adapt_to_single_row(rollout: RolloutConfig) -> RolloutConfig:
 
 
 class RowWriter:
-    """Writes a row as its tokens come: what was drafted and accepted is green on a terminal, and in
-    brackets elsewhere."""
+    """Writes a row as its tokens arrive.
+
+    Accepted drafts are green on a terminal, and in brackets elsewhere.
+    """
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self._console, self._tokenizer = console, tokenizer
@@ -178,21 +182,23 @@ class RowWriter:
         self._shown_length = 0
 
     def write(self, piece: RoundTokens) -> None:
-        """Shows what a round gave, up to the last whole character: a token may end in the middle of
-        one."""
+        """Writes a round, up to the last complete character."""
+        # The accepted drafts of a round come before its last token.
         drafted_text = self._decode_next(piece.tokens[: piece.accepted])
         self._print_text(drafted_text, drafted=True)
         self._print_text(self._decode_next(piece.tokens[piece.accepted :]), drafted=False)
 
     def close(self) -> None:
-        """Shows what is left and ends the line."""
+        """Writes the rest of the row."""
         self._print_text(self._tokenizer.decode(self._ids)[self._shown_length :], drafted=False)
         self._console.print()
 
     def _decode_next(self, ids: list[int]) -> str:
+        # All ids are decoded, since the text of a token may depend on those before it.
         self._ids += ids
         text = self._tokenizer.decode(self._ids)
-        complete_text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # bytes that are no character yet
+        # A token may end within a character, whose bytes so far decode to replacement characters.
+        complete_text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         new_text = complete_text[self._shown_length :]
         self._shown_length = max(self._shown_length, len(complete_text))
         return new_text
@@ -211,8 +217,12 @@ class RowWriter:
 def answer_prompt(
     console: Console, loaded_run: LoadedRun, problem: Problem, tokenizer: Tokenizer, samples: int
 ) -> None:
-    """Answers a prompt and says what speculation did: a single row as it comes, several one after
-    another."""
+    """Answers a prompt and prints the answers.
+
+    A summary of speculation follows. A single answer is printed as it is generated, several are
+    printed at the end.
+    """
+    # Rows are generated at the same time, and would be mixed up on the console.
     writers = [RowWriter(console, tokenizer) for _ in range(samples)]
     pieces: list[list[RoundTokens]] = [[] for _ in range(samples)]
     for result in loaded_run.generate_rounds(problem):
@@ -234,7 +244,7 @@ def answer_prompt(
 
 
 def summarize_answer(answer: PromptAnswer) -> str:
-    """Acceptance, speed and ending of an answer, in one line."""
+    """Summarizes acceptance, speed and endings in one line."""
     metrics, tokens = answer.metrics, answer.metrics["rollout/tokens"]
     length, tokens_per_pass = (
         metrics["rollout/acceptance_length"],
@@ -274,8 +284,8 @@ def _print_legend(console: Console, rollout: RolloutConfig) -> None:
 
 
 def _read_lines(console: Console) -> Iterator[str]:
-    """Lines of standard input until it ends; empty ones are passed over, and those of a pipe are
-    repeated in the output."""
+    """Yields the non-empty lines of standard input."""
+    # A pipe is not echoed by a terminal, so its lines are printed with their answers.
     is_interactive = sys.stdin.isatty()
     while True:
         if is_interactive:
@@ -290,10 +300,13 @@ def _read_lines(console: Console) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers what the command line or standard input asks; returns the exit status, 2 if a prompt
-    was refused."""
+    """Answers prompts of the command line or standard input.
+
+    Returns the exit status, 2 if a prompt was refused.
+    """
     path, words = take_option(argv, COMMAND, "checkpoint", "RUN [--prompt TEXT]")
     prog = f"{COMMAND} --checkpoint {path or 'RUN'}"
+    # Without a run, help shows the defaults of this program.
     if not path and {"-h", "--help"} & set(words):
         override_settings(SampleOptions(), words, prog, ABOUT)
     require(
@@ -311,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
             else replace(config, rollout=_adapt_to_single_row(config.rollout))
         )
     except ConfigError as error:
-        # the options here go without
+        # Options here have no prefix, so users have to find `--draft.kind` in the message.
         raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error
     problems = [encode_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, start_time = Console(), time.perf_counter()
@@ -339,7 +352,7 @@ def _answer_lines(console: Console, loaded_run: LoadedRun, samples: int) -> int:
     for text in _read_lines(console):
         try:
             problem = encode_prompt(text, loaded_run.job.config, loaded_run.job.tokenizer)
-        except ConfigError as error:  # the next line may be good
+        except ConfigError as error:  # the next line may be valid
             print(f"error: {error}", file=sys.stderr, flush=True)
             status = 2
         else:

@@ -1,5 +1,4 @@
-"""Every pytree that crosses a file: prompts, rollouts, what the learner gets, and the state of
-training."""
+"""Pytrees that cross files: prompts, rollouts, scored rollouts and the state of training."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, dataclass_transform
@@ -13,29 +12,26 @@ _T = TypeVar("_T")
 if TYPE_CHECKING:
     AnyArray = Array
 else:
-    # on the host, before a tree is placed on devices and after it is fetched
+    # On the host, trees hold NumPy arrays until they are placed, and again after they are fetched.
     AnyArray = Array | np.ndarray
 
 PyTree = Any
-"""A tree of arrays whose structure the type system does not follow (networks, optimizer states,
-shardings)."""
+"""Tree whose structure has no static type, such as networks, optimizer states or shardings."""
 
 RUNNING, EOS, LENGTH, FAILED, IDLE = range(5)
 """Status of a row: still generating, ended by an end token, cut at the length limit, stopped by
 logits or a distribution that is not finite, never started."""
 PROMPT, READ, UNDRAFTED, CORRECTION, BONUS, DRAFTED = range(6)
-"""Origin of a token: prompt or padding, read from an environment, sampled where no draft was
-offered, sampled in place of a rejected draft, sampled after all drafts were kept, accepted draft.
-An accepted draft of depth d is `DRAFTED + d - 1`."""
+"""Origin of a token: prompt or padding, read from an environment, sampled without a draft, sampled
+in place of a rejected draft, sampled after all drafts were kept, accepted draft. An accepted draft
+of depth d is `DRAFTED + d - 1`."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[_T]) -> type[_T]:
-    """Makes a frozen dataclass a pytree of all its fields; those with the metadata `static` are
-    part of its structure.
+    """Makes a class a frozen dataclass and pytree.
 
-    Unflattening bypasses `__init__`, so that a tree may also hold shapes, shardings or None where
-    its annotations say arrays.
+    All fields are children, except those with the metadata `static`, which are structure.
     """
     frozen: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     fields = dataclasses.fields(frozen)
@@ -43,10 +39,13 @@ def pytree(cls: type[_T]) -> type[_T]:
     static = [item.name for item in fields if "static" in item.metadata]
 
     def flatten(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        # `mesh.assign_shardings` finds the logical axes of a leaf by attribute names on its path.
         children = [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names]
         return children, tuple(getattr(node, name) for name in static)
 
     def unflatten(structure: tuple[Any, ...], children: Any) -> Any:
+        # Not by `__init__`: JAX also unflattens with shapes, shardings or None for arrays, which
+        # jaxtyping would refuse.
         node = object.__new__(frozen)
         for name, child in zip((*names, *static), (*children, *structure), strict=True):
             object.__setattr__(node, name, child)
@@ -57,10 +56,15 @@ def pytree(cls: type[_T]) -> type[_T]:
 
 
 class Tree:
-    """What every pytree class here can do."""
+    """Base class of the pytrees here."""
 
     def replace(self: _T, **changes: Any) -> _T:
-        """Returns a copy with some fields exchanged."""
+        """Returns a copy with some fields replaced.
+
+        Raises:
+          TypeError: there is no field of that name.
+        """
+        # `dataclasses.replace` would call `__init__`. See `unflatten`.
         node = object.__new__(type(self))
         for item in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             object.__setattr__(node, item.name, changes.pop(item.name, getattr(self, item.name)))
@@ -71,227 +75,236 @@ class Tree:
 
 @pytree
 class Prompts(Tree):
-    """Prompts of one call, right-padded; each is answered `group_size` times."""
+    """Right-padded prompts of one call. Each is answered `group_size` times."""
 
     tokens: Int[AnyArray, "n P"]
     lengths: Int[AnyArray, " n"]
     live: Bool[AnyArray, " n"]
-    """False: no response is generated (padding of an evaluation, or the last call of a run)."""
+    """Whether to generate responses. False for padding, and in the last call of a run."""
     stream: Int[AnyArray, ""]
-    """A `streams.Stream`: two kinds of call never share noise."""
+    """Kind of call, a `streams.Stream`. Different kinds share no noise."""
     batch: Int[AnyArray, ""]
-    """Number of the batch within its stream; with the run's seed it fixes all noise of the call."""
+    """Number of the batch within its stream. With the seed it fixes all noise of the call."""
     history: Int[AnyArray, "n H S"]
-    """Earlier texts of the same prompt (prompt and answer), for drafts that look there; H may be
-    0."""
+    """Earlier texts of each prompt, with the prompt, for drafts that look them up. H may be 0."""
     history_lengths: Int[AnyArray, "n H"]
-    """0: no text."""
+    """Tokens of each earlier text, 0 if there is none."""
 
 
+# Sums rather than means, so that any set of rows can be averaged later.
 @pytree
 class Statistics(Tree):
-    """What speculation did for each row; sums over rounds, so that means over any rows follow. K is
-    the draft length."""
+    """Statistics of speculation: sums over the rounds of each row. K is the draft length."""
 
     rounds: Int[AnyArray, " B"]
-    """Target passes the row took part in."""
+    """Rounds that the row took part in, which is its number of target passes."""
     draft_rounds: Int[AnyArray, "B K"]
     """Rounds that offered at least 1, 2, ... K drafts."""
+    # A draft after a rejected one follows a text that the target did not produce.
     reached: Int[AnyArray, "B K"]
-    """Rounds that offered draft 1, ... K and kept every one before it: only there does the draft
-    follow a text that the target has accepted."""
+    """Rounds that offered draft 1, 2, ... K and kept every draft before it."""
     accepted: Int[AnyArray, "B K"]
-    """Rounds in which at least 1, 2, ... K drafts were kept; those cut off by the end of the row do
-    not count."""
+    """Rounds that kept at least 1, 2, ... K drafts, without those that the end of the row cut."""
     quarter_tokens: Int[AnyArray, "B 4"]
-    """Tokens kept in rounds that offered a draft, by the quarter of the longest response in which
-    the round began."""
+    """Tokens kept in rounds that offered a draft, by quarter of the maximum response length. A
+    round counts for the quarter that it began in."""
     quarter_rounds: Int[AnyArray, "B 4"]
-    """Rounds that offered a draft, likewise."""
+    """Rounds that offered a draft, by the same quarters."""
     overlap: Float[AnyArray, "B K"]
-    """Expected acceptance sum_v min(target, draft), over the rounds of `offered_in_turn`."""
+    """Expected acceptance sum_v min(target, draft), over the rounds in `reached`."""
+    # Each factor takes a pass over the vocabulary, so one row of a group has to do.
     overlap_by_factor: Float[AnyArray, "n K F"]
-    """Expected acceptance at each draft temperature factor of the grid, in the first row of each
-    of the n groups."""
+    """Expected acceptance at each of the F draft temperature factors, in the first row of each of
+    the n groups."""
     draft_entropy: Float[AnyArray, "B K"]
-    """Over the rounds of `offered_in_turn`, in nats; 0 for drafts that draw nothing."""
+    """Entropy of the draft in nats, over the rounds in `reached`. 0 for deterministic drafts."""
     start_round: Int[AnyArray, " B"]
-    """Rounds of its shard before the row got a slot."""
+    """Rounds of the row's shard before it got a slot."""
     end_round: Int[AnyArray, " B"]
-    """Rounds of its shard when the row ended; 0: it has not."""
+    """Rounds of the row's shard until it ended, 0 if it has not."""
     target_entropy: Float[AnyArray, " B"]
-    """Over the tokens of the response, in nats."""
+    """Entropy of the target in nats, over the tokens of the response."""
 
 
 @pytree
 class Rollout(Tree):
-    """Generated rows. A row's prompt is followed at once by its response; `S` is the longest prompt
-    plus the longest response."""
+    """Generated rows: each prompt, directly followed by its response.
+
+    `S` is the maximum length of a prompt plus that of a response.
+    """
 
     tokens: Int[AnyArray, "B S"]
     prompt_lengths: Int[AnyArray, " B"]
     lengths: Int[AnyArray, " B"]
-    """Prompt and response together."""
+    """Tokens of prompt and response together."""
     logprobs: Float[AnyArray, "B S"]
-    """The target's log-probability of each response token under the sampling distribution; 0
-    elsewhere."""
+    """Log-probability of each response token under the sampling distribution, and 0 elsewhere."""
     origin: Int8[AnyArray, "B S"]
-    """Origin of each token: `PROMPT`, `READ`, `UNDRAFTED`, `CORRECTION`, `BONUS` or `DRAFTED` and
-    more. The policy sampled those from `UNDRAFTED` on."""
+    """Origin of each token, one of the constants `PROMPT` to `DRAFTED`, or more. The policy sampled
+    those from `UNDRAFTED` on."""
     status: Int[AnyArray, " B"]
+    """Status of each row, one of the constants `RUNNING` to `IDLE`."""
     version: Int[AnyArray, " B"]
-    """Batches that the weights had learnt from which sampled the row."""
+    """Version of the weights that sampled the row: number of batches learned from."""
     statistics: Statistics
 
 
 @pytree
 class PackingPlan(Tree):
-    """Which row is read where. A data shard has one pack a micro-batch: texts side by side in
-    `batch.micro_tokens` positions."""
+    """Assignment of rows to micro-batches.
 
+    In each micro-batch, a data shard has one pack of `batch.micro_tokens` positions.
+    """
+
+    # The order gives all data shards about the same number of tokens.
     row_order: Int[AnyArray, " B"]
-    """The row that comes to each place; a data shard has as many places as it has rows, and its
-    rows have about as much text as others'."""
+    """Row that is moved to each place. A data shard has as many places as rows."""
     micro_batch: Int[AnyArray, "U B"]
-    """The micro-batch that reads the row of each place, for each of U mini-batches; -1: none."""
+    """Micro-batch that reads the row at each place, in each of U mini-batches. -1 if none does."""
     text_start: Int[AnyArray, "U B"]
-    """Where in the pack its text starts."""
+    """Position in the pack at which the row's text starts."""
     micro_batch_count: Int[AnyArray, " U"]
-    """Micro-batches of each mini-batch."""
+    """Number of micro-batches in each mini-batch."""
 
 
 class Pack(NamedTuple):
-    """Texts side by side: sequences of B, T positions each. A position reads a token and predicts
-    its label, the next token of its text.
+    """Packed sequences: B sequences of T positions, each with several texts.
 
-    Positions beyond the last text are texts of a single token without a label.
+    A position reads a token and predicts its label, the next token of the same text. Positions
+    after the last text are texts of one token without a label.
     """
 
     tokens: Int[Array, "B T"]
     labels: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
-    """Whether the label is one to learn."""
+    """Whether the label is learned from."""
     positions: Int[Array, "B T"]
-    """Places in their own text."""
+    """Position of each token in its own text."""
     text_start: Int[Array, "B T"]
-    """Where in the sequence that text starts."""
+    """Position in the sequence at which the token's text starts."""
 
 
 @pytree
 class ScoredRollout(Tree):
-    """A rollout with its rewards, ready to be learnt from."""
+    """A rollout with its rewards."""
 
     rollout: Rollout
     rewards: Float[AnyArray, " B"]
     valid: Bool[AnyArray, " B"]
-    """False: the row has no reward (generation or checking failed) and takes no part in the
-    loss."""
+    """Whether the row has a reward. If not, generation or scoring failed, and the loss masks it."""
     plan: PackingPlan
-    """Which row is read in which micro-batch."""
+    """Assignment of rows to micro-batches."""
+    # Data rather than structure, so that evaluations and the first call share the program of
+    # training.
     learn: Bool[AnyArray, ""]
-    """False: nothing to learn in this call (the first one, and evaluations)."""
+    """Whether to learn from it in this call. False in the first call and in evaluations."""
 
 
 @pytree
 class NetworkState(Tree):
-    """A network under training: master weights, optimizer state, and how often a non-finite update
-    was skipped."""
+    """A network in training, with its optimizer."""
 
     network: PyTree
+    """Master weights."""
     optimizer: PyTree
+    """State of the optimizer."""
     skipped: Int[Array, ""]
+    """Updates skipped because loss or gradient were not finite."""
     skipped_in_row: Int[Array, ""]
+    """Updates skipped since the last one that was not."""
 
 
 @pytree
 class AcceptanceEstimate(Tree):
-    """How much of a draft was accepted, by depth."""
+    """Acceptance of drafts by depth, as decayed sums over calls."""
 
+    # The draft learns and the policy moves, so earlier calls count less.
     reached: Float[Array, "*n K"]
-    """Drafts offered after all before them were accepted; earlier calls count less."""
+    """Drafts offered after all before them were accepted."""
     accepted: Float[Array, "*n K"]
-    """Those of them that were accepted."""
+    """Drafts in `reached` that were accepted."""
     seconds_to_lose: Float[Array, "*n"]
-    """Seconds, by the cost table, that may be lost on trying a longer draft."""
+    """Budget in seconds, by the cost table, for trying a longer draft."""
 
 
 @pytree
 class LengthChooser(Tree):
-    """What draft lengths are chosen by."""
+    """Data by which rounds choose their draft length."""
 
     acceptance: AcceptanceEstimate
-    """Before the call."""
+    """Acceptance before the call."""
     round_cost: Float[Array, "A S C"]
-    """Seconds of a round by draft length, number of slots (most first) and context; zeros: not
-    measured yet."""
+    """Seconds of a round by draft length, number of slots (descending) and context length. 0 if not
+    measured."""
 
 
 @pytree
 class Drafter(Tree):
-    """The draft in the rollout layout, at which temperature of the grid it samples each depth, and
-    what its lengths are chosen by."""
+    """The draft in the rollout layout, with its temperatures and lengths."""
 
     network: PyTree
     factor_index: Int[Array, " K"]
+    """Index in the grid of the temperature factor at each depth."""
     chooser: LengthChooser | None = None
-    """None: all rounds draft alike."""
+    """None if all rounds have the same draft length."""
 
 
 @pytree
 class RolloutWeights(Tree):
-    """Policy and draft as generation reads them."""
+    """Policy and draft in the rollout layout."""
 
     target: PyTree
     drafter: Drafter
     version: Int[Array, ""]
-    """Batches that the policy has learnt from."""
+    """Version of the policy: number of batches learned from."""
 
 
 @pytree
 class LearnerState(Tree):
-    """What learning carries from batch to batch."""
+    """State of the learner between batches."""
 
     policy: NetworkState
     draft: NetworkState | None
+    # Data rather than structure, so that a frozen and a learning draft share one program.
     online: Bool[Array, ""]
-    """Whether the draft learns: data, not structure, so that a frozen and a learning draft share
-    one program."""
+    """Whether the draft learns during the run."""
     version: Int[Array, ""]
-    """Batches that the policy has learnt from."""
+    """Version of the policy: number of batches learned from."""
     recompute: Bool[Array, ""]
-    """Whether old logprobs are computed anew; else they are those that the rollout recorded."""
+    """Whether to recompute old log-probabilities. If not, those of generation are used."""
+    # Cast to the type of products, which often takes half the memory. It is only read.
     reference: PyTree = None
-    """The policy that is not to be left too far, in the type of products; None: no loss asks for
-    one, or it is the policy without its adapters."""
+    """Reference policy of the KL penalty. None without a penalty, or if it is the policy without
+    its adapters."""
 
 
 @pytree
 class AcceptanceTrend(Tree):
-    """How acceptance lengths went, from rollout to rollout."""
+    """Trend of the acceptance length over rollouts."""
 
     length: Float[AnyArray, ""]
-    """Of the last one."""
+    """Acceptance length of the last rollout."""
     best: Float[AnyArray, ""]
+    """Acceptance length at its last clear rise."""
     stale: Int[AnyArray, ""]
     """Rollouts since `best` rose."""
 
 
 @pytree
 class GeneratorState(Tree):
-    """What generation has learnt about itself; it belongs to neither side's weights."""
+    """State of the generator between rollouts: measurements, no weights."""
 
     overlap_by_factor: Float[AnyArray, "K F"]
-    """Decayed sums from which the draft's temperature is chosen; see
-    `drafts/draft_temperature.py`."""
+    """Decayed sums of expected acceptance, by which `drafts.draft_temperature` chooses."""
     trend: AcceptanceTrend
-    """Whether the draft is worth training; see `drafts/schedule.py`."""
+    """Trend by which `drafts.schedule` decides whether the draft learns."""
     chooser: LengthChooser | None = None
-    """None: all rounds draft alike."""
+    """None if all rounds have the same draft length."""
 
 
 @pytree
 class TrainState(Tree):
-    """What training carries from call to call."""
+    """State of training between calls."""
 
     learner: LearnerState
     generator: GeneratorState

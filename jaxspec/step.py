@@ -103,7 +103,9 @@ class Step:
     def with_sizes(self, prompts: int, sizes: "Sizes") -> "Step":
         """This step for another number of prompts a call, with other sizes."""
         generator = dataclasses.replace(self.generator, slots=sizes.slots)
-        generator = generator.with_(prompts=prompts, page_size=sizes.page_size, pages=sizes.pages)
+        generator = generator.make_variant(
+            prompts=prompts, page_size=sizes.page_size, pages=sizes.pages
+        )
         return dataclasses.replace(
             self,
             learner=dataclasses.replace(self.learner, micro_tokens=sizes.tokens),
@@ -133,13 +135,13 @@ class Step:
             state,
             rollout,
             training_metrics,
-            run_phase("measure", self.generator.measure, rollout, weights),
+            run_phase("measure", self.generator.measure_rollout, rollout, weights),
         )
 
     def learn(self, state: TrainState, scored: ScoredRollout) -> tuple[TrainState, Metrics]:
         """What both sides make of a finished rollout, when there is something to learn."""
         batch, kl_metrics = self._build_rewarded_batch(state, scored)
-        observed_state = self.generator.observed(state.generator, scored.rollout.statistics)
+        observed_state = self.generator.update_state(state.generator, scored.rollout.statistics)
         generator = jax.tree.map(
             lambda new, old: jnp.where(scored.learn, new, old), observed_state, state.generator
         )
@@ -181,7 +183,7 @@ class Step:
             policy = jax.lax.with_sharding_constraint(
                 ordered_policy, self.learner.train_layout(policy)
             )
-        return self.generator.sync(policy, draft, state.generator, version)
+        return self.generator.sync_weights(policy, draft, state.generator, version)
 
     def build_batch(
         self, scored: ScoredRollout, costs: Float[Array, "B S"] | None = None
@@ -227,7 +229,7 @@ class Step:
         if draft is not None:
             check_fits(self.draft_kind, draft, policy.config)
         learner = self.learner.init_state(self.add_adapters(policy), draft, self.online)
-        return TrainState(learner=learner, generator=self.generator.start())
+        return TrainState(learner=learner, generator=self.generator.init_state())
 
     def init_random_state(self) -> TrainState:
         """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
@@ -253,7 +255,7 @@ class Step:
 
     def empty_scored_rollout(self, rows: int) -> ScoredRollout:
         """Zeros in the shape of a finished rollout, with nothing to learn."""
-        rollout, valid = self.generator.no_rollout(rows), jnp.zeros((rows,), bool)
+        rollout, valid = self.generator.empty_rollout(rows), jnp.zeros((rows,), bool)
         rewards = jnp.zeros((rows,), jnp.float32)
         return ScoredRollout(
             rollout=rollout,

@@ -1,8 +1,8 @@
-"""The RL run, top to bottom: `python -m jaxspec.train --config rl_think.py`."""
+"""Runs RL post-training from start to end: `python -m jaxspec.train --config rl_think.py`."""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -41,7 +41,8 @@ ABOUT = "Post-trains a language model with GRPO and lossless speculative rollout
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
-    """Trains, or resumes. Returns the exit status."""
+    """Trains or resumes a run. Returns the exit status."""
+    # At temperature 0, all rewards of a group are equal, and every advantage is 0.
     if job.config.rollout.temperature == 0:
         raise ConfigError(
             "rollout.temperature is 0: every answer of a group would be the same, and none better;"
@@ -52,12 +53,12 @@ def main(job: Job, interrupt: Interrupt) -> int:
 
 
 def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
-    """Runs from the newest checkpoint in `workdir`, or from the start, to the closing table."""
+    """Runs from the newest checkpoint, or from the start. Returns the exit status."""
     config = job.config
     with contextlib.ExitStack() as stack:
         with interrupt.exit_on_signal("starting"):
             start_record = starts.report_start(job, workdir)
-            scorers = make_scorers(config)  # reading the problems may take long
+            scorers = make_scorers(config)  # first, since reading the problems may take long
             sets = load_sets(config, job.tokenizer)
             notices = (
                 *describe_problems(config, sets),
@@ -91,19 +92,22 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             if run is None:
                 run = start_run(job, interrupt, source, filler, offline_text)
             else:
+                # Checkpoints have no plans, which depend on the mesh.
                 for batch in run.queue:
                     batch.rollout = scorer.plan_micro_batches(batch.rollout)
                 adapt_run(job, run, source, schedule)
             job.say(f"batch {run.next_batch} of {config.steps} is next")
+            # Last, so that a start that fails leaves no record.
             starts.record_start(job, workdir, start_record)
         host = Host(source, scorer, filler, evaluations, checkpoints, schedule)
         return run_loop(job, interrupt, host, run)
 
 
 def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
-    """Makes the remaining calls, and prints the closing table. Returns the exit status."""
+    """Makes the remaining calls, and closes the run. Returns the exit status."""
     config, process, workdir = job.config, jax.process_index(), host.workdir
     with contextlib.closing(host.checkpoints), MetricsWriter(workdir, process) as writer:
+        # Lines of batches that the checkpoint has not learned from are written again.
         writer.truncate_from(run.learned)
         host.evaluations.truncate_records(run)
         profiled_calls, trace_file = (

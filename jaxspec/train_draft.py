@@ -1,9 +1,11 @@
-"""Offline training of the draft on the policy's own responses: `python -m jaxspec.train_draft
---config draft_offline.py`."""
+"""Trains a draft offline.
+
+`python -m jaxspec.train_draft --config draft_offline.py`
+"""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -28,12 +30,14 @@ from jaxspec.preparation.draft_training import acceptance_lengths
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Screen
 
-ABOUT = "Trains the draft, on responses sampled from the policy or on a text, and measures it."
+ABOUT = "Trains a draft on responses of the policy or on a text, and measures its acceptance."
 
 
 def closing_table(outcome: dict[str, Any], depths: int) -> Group:
-    """What a draft reached on held-out responses, as `build` stored it, for the first `depths`
-    depths; for rich to print."""
+    """Builds the table of a draft's acceptance.
+
+    `outcome` is the record of its training. The table has the first `depths` depths.
+    """
     table = Table(box=box.SIMPLE)
     for title in ("depth", "expected acceptance", "tokens a round"):
         table.add_column(title, justify="right")
@@ -58,7 +62,10 @@ def closing_table(outcome: dict[str, Any], depths: int) -> Group:
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
-    """Trains the draft, or finds it in the cache; says where it is and what it has reached."""
+    """Trains the draft, and prints acceptance and path.
+
+    A draft in the cache is not trained again. Returns the exit status.
+    """
     draft, training = job.config.rollout.draft, job.config.draft_training
     if job.config.offline.steps == 0 or not draft.is_learned:
         cause = (
@@ -68,7 +75,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
             f"{cause}, so there is nothing to train; set --offline.steps, and a kind with weights"
             " (eagle3, mtp, model)"
         )
-    # bad data is named before any work
+    # Bad data is reported before any training.
     with interrupt.exit_on_signal("reading the data"):
         sets = load_sets(job.config, job.tokenizer, require_answers=False)
         for line in (*collect_draft_warnings(job.config), *describe_problems(job.config, sets)):

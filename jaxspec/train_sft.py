@@ -1,9 +1,11 @@
-"""Supervised warm start of the embedded model, on generated documents: `python -m jaxspec.train_sft
---config rl_think.py`."""
+"""Trains a built-in model's supervised warm start.
+
+`python -m jaxspec.train_sft --config rl_think.py`
+"""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -19,9 +21,13 @@ from jaxspec.system.interrupt import Interrupt
 
 
 def main(job: Job, interrupt: Interrupt) -> int:
-    """Trains the warm start, or finds it in the cache, and says where it is."""
+    """Trains the warm start and prints its path.
+
+    A warm start in the cache is not trained again. Returns the exit status.
+    """
     if job.config.sft.steps == 0:
         raise ConfigError("sft.steps is 0, so there is nothing to train; set --sft.steps")
+    # The other processes read the file that process 0 writes.
     job.say(f"policy: {run_in_process_0_first(lambda: get_or_train_policy(job, interrupt))}")
     return 0
 
@@ -30,7 +36,7 @@ if __name__ == "__main__":
     sys.exit(
         run_program(
             "train_sft",
-            "Trains the policy's supervised warm start and keeps it in the cache.",
+            "Trains the policy's supervised warm start and stores it in the cache.",
             main,
             used_settings=POLICY_SETTINGS,
         )

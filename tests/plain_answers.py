@@ -33,7 +33,7 @@ def answers(
         dataclasses.replace(CONFIG, rollout=plain, data=data, seed=seed, mesh=MeshConfig()),
         small_mesh(1, 1),
     )
-    call = jax.jit(job.step.generator.with_(prompts=1, group_size=rows).generate)
+    call = jax.jit(job.step.generator.make_variant(prompts=1, group_size=rows).generate)
     nothing = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
     ready = RolloutWeights(target=policy(), drafter=nothing, version=jnp.int32(0))
     given = []

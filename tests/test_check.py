@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from jaxspec import check
-from jaxspec import mesh as meshes
 from jaxspec.compiled import findings, hardware
 from jaxspec.compiled.counts import Collective, Cost
 from jaxspec.compiled.hardware import HARDWARE
 from jaxspec.config.here import resolve_from_local_files
 from jaxspec.config.presets import QWEN3_8B, QWEN3_235B_A22B, spec_without_checkpoint
+from jaxspec.host import job
 from jaxspec.host.job import run_without_saving
 from jaxspec.inputs.checked import ConfigError
 from tests.bad_inputs.programs import assert_one_line, ended, trained
@@ -194,7 +194,8 @@ def test_it_refuses_the_words_that_train_refuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On three devices, in the same sentence; but files that are not here do not stop `check`."""
-    monkeypatch.setattr(meshes, "count_devices", lambda: 3)
+    for module in (check, job):
+        monkeypatch.setattr(module, "count_devices", lambda: 3)
     argv = ["--workdir", str(tmp_path / "run"), *words.split()]
     of_train, printed = ended(lambda: trained(*argv), capsys)
     refused = printed.splitlines()[-1].partition("error: ")[2]

@@ -182,7 +182,7 @@ def test_every_call_has_noise_of_its_own() -> None:
     step = program().step
     like = prompts_of(step, 0)
     keys = [
-        step.generator.key(like.replace(stream=jnp.int32(stream), batch=jnp.int32(batch)))
+        step.generator.call_key(like.replace(stream=jnp.int32(stream), batch=jnp.int32(batch)))
         for stream, batch in itertools.product(range(3), range(3))
     ]
     assert len({np.asarray(jax.random.key_data(key)).tobytes() for key in keys}) == 9

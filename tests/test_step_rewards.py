@@ -31,7 +31,7 @@ def step_of(advantage: AdvantageConfig, **parts: Any) -> Step:
 def finished_on(step: Step) -> ScoredRollout:
     """Responses of 1 to 6 tokens behind prompts of 1 to 4; row 2 has no reward."""
     random = np.random.default_rng(0)
-    rollout = step.generator.no_rollout(ROWS)
+    rollout = step.generator.empty_rollout(ROWS)
     starts = random.integers(1, 5, ROWS)
     ends = starts + random.integers(1, 7, ROWS)
     valid = np.arange(ROWS) != 2
@@ -84,7 +84,7 @@ def test_leaving_the_reference_costs_reward(monkeypatch: pytest.MonkeyPatch) -> 
     reference_policy = state.learner.policy.network
     learner = state.learner.replace(online=number > 0, version=number, reference=reference_policy)
     _, metrics = step.learn(
-        state.replace(learner=learner, generator=step.generator.start()), finished
+        state.replace(learner=learner, generator=step.generator.init_state()), finished
     )
     recorded = np.asarray(finished.rollout.logprobs)
     kl = np.where(responses(finished), recorded - reference, 0).sum(axis=1)

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Float
 from rich.console import Console
 
-from jaxspec import mesh as meshes
 from jaxspec.bench.draft_tables import build_tables
 from jaxspec.bench.loaded import synthetic_rule
 from jaxspec.bench.measure import package_versions
@@ -35,9 +34,10 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.preparation.draft import get_or_train_draft
 from jaxspec.preparation.draft_data import read_training_text
 from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
+from jaxspec.processes.devices import describe_machine
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.feedback.acceptance import acceptance_metrics
-from jaxspec.rollout.round import by_matching
+from jaxspec.rollout.round import uses_matching
 from jaxspec.state import Prompts, Rollout, RolloutWeights, Statistics
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
@@ -107,7 +107,7 @@ class VariantBench:
         drafter = self.weights.drafter
         if drafter.chooser is not None:
             chooser = put_like(
-                length_chooser.update(drafter.chooser, rollout.statistics), drafter.chooser
+                length_chooser.update_chooser(drafter.chooser, rollout.statistics), drafter.chooser
             )
             self.weights = self.weights.replace(drafter=drafter.replace(chooser=chooser))
 
@@ -281,7 +281,7 @@ def compare_drafts(
     )
     facts = {
         "bench": "drafts",
-        "machine": meshes.describe_machine(job.mesh),
+        "machine": describe_machine(job.mesh),
         "versions": package_versions(),
     }
     request = {"answers": answers, "generic": generic, "synthetic_acceptance": acceptance}
@@ -293,9 +293,9 @@ def compare_drafts(
 def _with_acceptance(step: Step, acceptance: float) -> Step:
     """The step with as many drafts kept as is prescribed, if it draws drafts; 0: as it is."""
     generator = step.generator
-    if not acceptance or by_matching(generator.draft, generator.settings):
+    if not acceptance or uses_matching(generator.draft, generator.settings):
         return step
-    return replace(step, generator=generator.with_(rule=synthetic_rule(acceptance)))
+    return replace(step, generator=generator.make_variant(rule=synthetic_rule(acceptance)))
 
 
 def _sampling_and_rule(variant: DraftVariant, job: Job) -> tuple[str, str]:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxspec import mesh as meshes
 from jaxspec.bench.loaded import LoadedCheckpoint, fixed_text_logprob, load_checkpoint
 from jaxspec.bench.measure import (
     CallTimings,
@@ -29,6 +28,7 @@ from jaxspec.bench.workload import GenerateOptions, LengthSetting
 from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import AUTO_LENGTHS, parse_range
 from jaxspec.host.programs import TimedGeneration, compile_for_generator
+from jaxspec.processes.devices import describe_machine
 from jaxspec.state import Rollout
 from jaxspec.system.trace import Profiler
 
@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
         if roofline
         else None,
         "rounds": rows,
-        "machine": meshes.describe_machine(mesh),
+        "machine": describe_machine(mesh),
     }
     roofline_text = (
         f", {record['roofline_share']:.0%} of the roofline"

@@ -19,6 +19,7 @@ from jaxspec.inputs.spec import Count, ModelConfig, Natural
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.preparation.policy import load_with_progress
+from jaxspec.processes.devices import count_devices, describe_machine, prepare_devices
 
 ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and
 measures seconds and memory. On a CPU the devices' memory is the host's, so that the weights
@@ -52,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
     )
     with translate_settings({"model.path": "--model"}):
         config = load_policy_config(ModelConfig(path=options.model, dtype=options.dtype))
-    meshes.prepare_devices(options.data * options.tensor)
-    requested_devices, device_count = (options.data or 1) * options.tensor, meshes.count_devices()
+    prepare_devices(options.data * options.tensor)
+    requested_devices, device_count = (options.data or 1) * options.tensor, count_devices()
     require(
         requested_devices <= device_count,
         f"--data {options.data} x --tensor {options.tensor} = {requested_devices} devices, but"
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         "peak_over_weights": memory.peak / checkpoint.bytes,
         "seconds": seconds,
         "gb_per_s": checkpoint.bytes / 1e9 / seconds,
-        "machine": meshes.describe_machine(mesh),
+        "machine": describe_machine(mesh),
         "versions": package_versions(),
     }
     summary = (

@@ -33,8 +33,9 @@ from jaxspec.host.round_cost import make_length_chooser
 from jaxspec.inputs.checked import translate_settings
 from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.models.decoder import Decoder
+from jaxspec.processes.devices import core_count, count_devices
 from jaxspec.rollout.generator import Generator
-from jaxspec.rollout.verify import Distributions, Verdict, leading
+from jaxspec.rollout.verify import Distributions, Verdict, count_leading
 from jaxspec.sampling import Noise
 from jaxspec.state import Prompts, RolloutWeights
 from jaxspec.tokens.tokenizer import load_tokenizer
@@ -47,16 +48,14 @@ def choose_mesh(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh
     """As many data shards as divide the prompts; on a CPU one a core, but a single one for less
     than two rows a core and weights that no cache holds: every shard reads them all from the one
     memory, and where nothing else takes long, that is what a step waits for."""
-    cores = min(options.threads or meshes.core_count(), meshes.core_count())
+    cores = min(options.threads or core_count(), core_count())
     model, prompt_count = config.model, config.batch.prompts
     weight_bytes = decode_work(model, 1, 0.0, jnp.dtype(model.dtype).itemsize).weight_bytes
     is_read_bound = weight_bytes > CPU_CACHE_BYTES and options.batch < 2 * cores
     shards = 1 if is_read_bound else math.gcd(prompt_count, cores)
     largest_weight = model.embed * max(model.ffn, model.heads * model.head_size)
     start_jax(config, shards, 1 if largest_weight < 2**19 else cores // shards)
-    shard_counts = [
-        count for count in range(1, meshes.count_devices() + 1) if prompt_count % count == 0
-    ]
+    shard_counts = [count for count in range(1, count_devices() + 1) if prompt_count % count == 0]
     return meshes.make_mesh(shards if jax.default_backend() == "cpu" else max(shard_counts), 1)
 
 
@@ -78,13 +77,13 @@ def synthetic_rule(acceptance_length: float) -> Callable[..., Verdict]:
         coins: Float[Array, "B K"],
         next_noise: Noise,
     ) -> Verdict:
-        target_at_draft, draft_at_draft = distributions.at_drafted(draft_tokens)
+        target_at_draft, draft_at_draft = distributions.draft_token_logprobs(draft_tokens)
         log_weights = jnp.minimum(target_at_draft - draft_at_draft, 0)
-        residual_mass = distributions.left_over(log_weights[:, :-1])
+        residual_mass = distributions.residual_mass(log_weights[:, :-1])
         # always so, which XLA does not know: it would leave the mass out
         possible = jnp.all(residual_mass >= 0, axis=1)
         accepted = jnp.where(
-            possible, jnp.minimum(leading(coins < accept_probability), draft_counts), 0
+            possible, jnp.minimum(count_leading(coins < accept_probability), draft_counts), 0
         )
         rejected, log_weight = accepted < draft_counts, jnp.zeros(len(accepted), coins.dtype)
         return Verdict(
@@ -110,9 +109,9 @@ class LoadedCheckpoint(NamedTuple):
         """That of so many rows, drafting so many tokens a round."""
         options, config = self.options, self.job.config
         # every row has the same number of tokens
-        generator = self.job.step.generator.with_(prompts=rows, group_size=1, tail=())
+        generator = self.job.step.generator.make_variant(prompts=rows, group_size=1, tail=())
         if length == 0:
-            return generator.plain()
+            return generator.without_draft()
         draft_config = replace(config.rollout.draft, draft_length=length)
         rule_option: dict[str, Any] = {}
         if options.synthetic_acceptance:
@@ -120,7 +119,7 @@ class LoadedCheckpoint(NamedTuple):
         draft = build_draft(
             replace(config, rollout=replace(config.rollout, draft=draft_config)).draft_spec, ()
         )
-        return generator.with_(
+        return generator.make_variant(
             draft=draft, lengths=draft_lengths(draft_config, generator.mesh), **rule_option
         )
 
@@ -129,7 +128,7 @@ class LoadedCheckpoint(NamedTuple):
         network = None if generator.draft is None else self.network
 
         def load_all(policy: Decoder, network: Any) -> RolloutWeights:
-            return generator.sync(policy, network, generator.start())
+            return generator.sync_weights(policy, network, generator.init_state())
 
         weights = jax.jit(load_all)(self.policy, network)
         if weights.drafter.chooser is None:

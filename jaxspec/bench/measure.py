@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from jaxspec.inputs.checked import Range, require
-from jaxspec.mesh import core_count
+from jaxspec.processes.devices import core_count
 from jaxspec.system.version import package_version
 
 Budget = Annotated[float, Range(min=0)]

@@ -20,6 +20,7 @@ from jaxspec.bench.measure import package_versions
 from jaxspec.config.cli import override_settings
 from jaxspec.inputs.checked import CheckedConfig, first_line
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.processes.devices import core_count, count_devices, describe_machine, prepare_devices
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.files import write_text_atomic
 from jaxspec.system.progress import Screen
@@ -132,7 +133,7 @@ def product_rate(dtype: Any) -> float:
 
 
 def _roofline_file(dtype: str) -> Path:
-    machine = meshes.describe_machine(meshes.make_mesh(1, 1))
+    machine = describe_machine(meshes.make_mesh(1, 1))
     name = re.sub(r"\W+", "-", f"{machine['cpu']} {machine['cores']} {machine['device']} {dtype}")
     return cache_folder() / "roofline" / f"{name}.json"
 
@@ -168,11 +169,11 @@ class RooflineOptions(CheckedConfig, prefix="--"):
 def main(argv: Sequence[str]) -> int:
     """Measures for some seconds, and keeps the best that was ever seen of each number."""
     options = override_settings(RooflineOptions(), argv, "python -m jaxspec.bench roofline", ABOUT)
-    meshes.prepare_devices(1)
-    meshes.count_devices()  # says it where there is none
+    prepare_devices(1)
+    count_devices()  # says it where there is none
     on_cpu = jax.default_backend() == "cpu"
     read_rates = {
-        mib: _threaded_read_rate(mib, meshes.core_count()) if on_cpu else read_rate(mib)
+        mib: _threaded_read_rate(mib, core_count()) if on_cpu else read_rate(mib)
         for mib in SIZES_MIB
     }
     current = Roofline(read_rates, product_rate(jnp.dtype(options.dtype)))
@@ -201,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
         f" {best.flops_per_s / 1e9:.0f} at best; kept in {file}"
     )
     context = {
-        "machine": meshes.describe_machine(meshes.make_mesh(1, 1)),
+        "machine": describe_machine(meshes.make_mesh(1, 1)),
         "versions": package_versions(),
         "dtype": options.dtype,
     }

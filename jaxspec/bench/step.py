@@ -14,7 +14,6 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from jaxspec import mesh as meshes
 from jaxspec.bench.loaded import LoadedCheckpoint, fixed_text_logprob, load_checkpoint
 from jaxspec.bench.measure import (
     CallTimings,
@@ -31,6 +30,7 @@ from jaxspec.host.comparison import compare_decoding
 from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like
 from jaxspec.host.round_cost import add_length_chooser
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.processes.devices import describe_machine
 from jaxspec.run.schedules import StepSchedule, compile_fused_schedule, compile_staged_schedule
 from jaxspec.state import EOS, LENGTH, Prompts, Rollout, ScoredRollout, TrainState
 from jaxspec.step import Step
@@ -201,7 +201,7 @@ def measure_speculation(
     and of a step with a logprob pass; and what its rounds cost, both ways."""
     step = loaded.job.step
     plain_step = dataclasses.replace(
-        step, generator=step.generator.plain(), init_draft=lambda: None
+        step, generator=step.generator.without_draft(), init_draft=lambda: None
     )
     learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
     plain_step = dataclasses.replace(plain_step, learner=learner)
@@ -292,7 +292,7 @@ def main(argv: Sequence[str]) -> int:
         "compile_s": compile_seconds,
         "check_logprob": fixed_logprob,
         "acceptance_length": mean_acceptance_length(stepper),
-        "machine": meshes.describe_machine(loaded.job.mesh),
+        "machine": describe_machine(loaded.job.mesh),
     }
     Screen().print(_step_table(record))
     print(json.dumps(record))

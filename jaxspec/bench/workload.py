@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from jaxspec import mesh as meshes
 from jaxspec.bench.measure import Budget
 from jaxspec.config.algorithms import AlgorithmName, with_algorithm
 from jaxspec.config.check import check_config, require_countable
@@ -31,6 +30,7 @@ from jaxspec.config.settings import (
 from jaxspec.drafts.kinds import get_kind
 from jaxspec.inputs.checked import CheckedConfig, Range, require, translate_settings
 from jaxspec.inputs.spec import Count, ModelConfig, Natural
+from jaxspec.processes.devices import core_count
 
 LEARNING_RATE = 1e-6
 """Of steps that learn; too low to change what is measured."""
@@ -94,9 +94,8 @@ class GenerateOptions(CheckedConfig, prefix="--"):
 
     def check(self) -> None:
         require(
-            self.threads <= meshes.core_count(),
-            f"--threads is {self.threads}, and there are {meshes.core_count()} cores; 0 uses all of"
-            " them",
+            self.threads <= core_count(),
+            f"--threads is {self.threads}, and there are {core_count()} cores; 0 uses all of them",
         )
         rows = max(self.batch, *self.live, 1)
         require_countable(f"--batch {self.batch} (or --live):", rows, self.prompt + self.new)

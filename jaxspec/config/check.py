@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxspec.config.settings import SHARED_SETTINGS, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import get_kind
 from jaxspec.inputs.checked import INT32, divisors, require
-from jaxspec.rollout.pages import smallest_pool
+from jaxspec.rollout.pages import min_pool_size
 
 
 class MeshShape(NamedTuple):
@@ -285,7 +285,7 @@ def _check_pool(config: ResolvedConfig, prompts: int) -> None:
     if not engine.pages or not isinstance(engine.page_size, int):
         return
     prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
-    min_pages = smallest_pool(prompts, prompt, response, draft_length, engine.page_size)
+    min_pages = min_pool_size(prompts, prompt, response, draft_length, engine.page_size)
     needs = (
         f"{prompts} prompts of up to {prompt} tokens and one row of {prompt + response} (and a"
         f" block of {draft_length + 1}) need {min_pages}"

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jaxspec import mesh as meshes
 from jaxspec.config.settings import ResolvedConfig, RewardConfig, SetConfig
 from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import ProblemSets
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import format_value, join_names
+from jaxspec.processes import global_arrays
+from jaxspec.processes.devices import core_count
 from jaxspec.rewards.code import SANDBOXES
 from jaxspec.rewards.extract import Style
 from jaxspec.rewards.outcome import Scores, make_invalid_scores
@@ -149,7 +150,7 @@ def count_workers(requested: int) -> int:
     Raises:
       ConfigError: more processes are requested than this machine can run.
     """
-    cores = meshes.core_count()
+    cores = core_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     max_workers = max(1, min(_WORKERS_PER_CORE * cores, memory // _BYTES_PER_WORKER))
     require(
@@ -262,7 +263,7 @@ class Judge:
           rollout: rollout that is being generated.
           rows: rows of this process.
         """
-        is_complete = np.isin(meshes.read_local_rows(rollout.status, rows), (EOS, LENGTH))
+        is_complete = np.isin(global_arrays.read_local_rows(rollout.status, rows), (EOS, LENGTH))
         ready_rows = self._collector.select_unsubmitted(rows[is_complete].tolist())
         if ready_rows:
             # An error here would stop one process only. `__call__` reports it on all of them.
@@ -283,7 +284,7 @@ class Judge:
         ).ravel()
         fields = rollout.prompt_lengths, rollout.lengths, rollout.status, rollout.statistics.rounds
         prompt_lengths, lengths, status, rounds = (
-            meshes.read_local_rows(leaf, rows) for leaf in fields
+            global_arrays.read_local_rows(leaf, rows) for leaf in fields
         )
         try:
             self._submit_rows(problems, rollout, self._collector.select_unsubmitted(rows.tolist()))
@@ -293,7 +294,7 @@ class Judge:
         # A new collector, since the rows of the next rollout have the same numbers.
         self._collector = ScoreCollector()
         # All processes must stop together: one that goes on would wait for the others forever.
-        if meshes.sum_over_processes(np.asarray([is_broken], np.float32))[0]:
+        if global_arrays.sum_over_processes(np.asarray([is_broken], np.float32))[0]:
             raise Diverged(
                 "rewards can no longer be computed:"
                 f" {scores.reason or 'another process knows why'}. The same command goes on from"
@@ -317,7 +318,7 @@ class Judge:
     ) -> tuple[list[Problem], RewardInputs]:
         """Returns problems and reward inputs of rows."""
         tokens, prompt_lengths, lengths = (
-            meshes.read_local_rows(leaf, np.asarray(rows, np.int32))
+            global_arrays.read_local_rows(leaf, np.asarray(rows, np.int32))
             for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
         texts = [

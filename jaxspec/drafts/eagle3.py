@@ -48,9 +48,9 @@ from jaxspec.hf.tensor_files import StoredTensor, open_tensors, refuse_quantized
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import read_json
 from jaxspec.inputs.spec import DraftSpec, HeadConfig, HeadSpec, ModelSpec
-from jaxspec.mesh import from_host_values
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import Eagle3, llama_head_spec, tap_count, with_vocabulary
+from jaxspec.processes.global_arrays import from_host_values
 from jaxspec.state import PyTree
 
 

@@ -42,8 +42,8 @@ from jaxspec.hf.tensor_files import (
 )
 from jaxspec.inputs.checked import Unused, require
 from jaxspec.inputs.spec import DraftSpec, ModelSpec
-from jaxspec.mesh import from_host_values
 from jaxspec.models.mtp import Mtp
+from jaxspec.processes.global_arrays import from_host_values
 from jaxspec.state import PyTree
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec import mesh as meshes
 from jaxspec.config.settings import DataConfig, ResolvedConfig
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import EvaluationSet
@@ -19,6 +18,7 @@ from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names
+from jaxspec.processes import global_arrays
 from jaxspec.rewards.extract import (
     Style,
     extract_answer,
@@ -130,7 +130,7 @@ class Evaluator:
             for chunk in self.chunks
         ]
         done_everywhere = (
-            meshes.sum_over_processes(np.asarray(is_done, np.float32)) == jax.process_count()
+            global_arrays.sum_over_processes(np.asarray(is_done, np.float32)) == jax.process_count()
         )
         return [chunk for chunk, done in zip(self.chunks, done_everywhere, strict=True) if not done]
 
@@ -190,7 +190,7 @@ class Evaluator:
             for record in records:
                 if record["set"] == name:
                     table[:, record["problem"]] = _tally_record(record)
-            tally = AnswerTally(*meshes.sum_over_processes(table).astype(np.float64))
+            tally = AnswerTally(*global_arrays.sum_over_processes(table).astype(np.float64))
             results[name] = estimate_metrics(tally, self._samples, self._has_votes(name))
         return results
 

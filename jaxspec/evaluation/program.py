@@ -22,7 +22,7 @@ from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import prefix_errors
 from jaxspec.rewards.scorer import SetScorers
-from jaxspec.rollout.pages import smallest_pool
+from jaxspec.rollout.pages import min_pool_size
 from jaxspec.state import Prompts, Rollout, RolloutWeights, TrainState
 from jaxspec.step import Step
 
@@ -90,7 +90,7 @@ def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
         draft = replace(draft, draft_length=DRAFT_LENGTH)
     if engine.pages and isinstance(engine.page_size, int):
         row = config.data.max_prompt_length, max_new_tokens, draft.max_draft_length
-        min_pages = smallest_pool(prompts // shards, *row, engine.page_size)
+        min_pages = min_pool_size(prompts // shards, *row, engine.page_size)
         engine = replace(engine, pages=max(engine.pages, min_pages))
     return replace(
         config,

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: their names, layouts and configs, read and written."""
+"""Names, layouts and configs of Hugging Face checkpoints."""

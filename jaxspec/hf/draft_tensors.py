@@ -1,5 +1,8 @@
-"""What the published files of drafts have in common: tensors are read by a table of rows, which
-must fit, and written by it; what a draft leaves out is lent by its policy."""
+"""Conversion of draft tensors from and to published files.
+
+A table of `WeightMapping` entries describes a draft, and the tensors of a file must match it
+exactly. A draft may borrow its embedding and head from the policy.
+"""
 
 import math
 from collections.abc import Mapping
@@ -32,23 +35,36 @@ BUFFER_DTYPES: dict[str, tuple[str, ...]] = {
     "d2t": INTEGER_DTYPES,
     "t2d": (*INTEGER_DTYPES, "BOOL"),
 }
-"""Tensors of a draft, by their normal names, that are no weights, and the types that they may
-have."""
+"""Allowed dtypes of vocabulary buffers, by normalized name. Buffers are not weights."""
 
 
 def check_vocabulary_padding(source: str, draft_vocab: int, vocab: int, token_count: int) -> None:
-    """Raises ConfigError if a draft's vocabulary of `draft_vocab` rows differs from the policy's in
-    more than rows without a token, of which published models have some."""
+    """Checks that a draft's vocabulary matches the policy's.
+
+    Args:
+      source: file that messages name.
+      draft_vocab: vocabulary rows of the draft.
+      vocab: vocabulary rows of the policy.
+      token_count: tokens of the tokenizer.
+
+    Raises:
+      ConfigError: the sizes differ, and one of them is below `token_count`.
+    """
+    # Published models pad their vocabulary with rows that have no token, each to another multiple.
     fits = draft_vocab == vocab or min(draft_vocab, vocab) >= token_count
     require(
         fits,
         f"{source}: the draft was made for a vocabulary of {draft_vocab}, model.vocab is {vocab},"
-        f" and the tokenizer has {token_count} tokens; choose a draft that shares the policy's",
+        f" and the tokenizer has {token_count} tokens; choose a draft with the policy's vocabulary",
     )
 
 
 def check_tensor_headers(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises ConfigError for a draft's tensors of a type or number of axes that none has."""
+    """Checks the dtype and the number of axes of a draft's tensors.
+
+    Raises:
+      ConfigError: no draft has such a tensor.
+    """
     for name, stored in tensors.items():
         if name in BUFFER_DTYPES:
             check_tensor_header(stored, BUFFER_DTYPES[name], (1,))
@@ -57,14 +73,20 @@ def check_tensor_headers(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def load_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
-    """A draft's tensors; their headers are checked before."""
+    """Checks the headers of a draft's tensors, then reads the tensors."""
+    # All headers come first, so that a bad one is reported before gigabytes are read.
     check_tensor_headers(tensors)
     return {name: stored.read() for name, stored in tensors.items()}
 
 
 def load_policy_embeddings(spec: DraftSpec, with_values: bool) -> dict[str, np.ndarray]:
-    """The policy's embedding [V D] and head [D V]; where their values do not matter, something of
-    the same shape."""
+    """Reads the policy's embedding [V D] and head [D V].
+
+    Without `with_values`, returns NaN in these shapes and reads no file.
+
+    Raises:
+      ConfigError: values are needed, and the policy has no checkpoint, or its checkpoint lacks them.
+    """
     model = spec.policy
     if not with_values or not model.path:
         shape = model.vocab, model.embed
@@ -74,6 +96,7 @@ def load_policy_embeddings(spec: DraftSpec, with_values: bool) -> dict[str, np.n
         )
         require(not with_values, message)
         return {
+            # Broadcasting one number takes no memory, and NaN exposes any use of the values.
             "embedding": np.broadcast_to(np.float32(math.nan), shape),
             "head": np.broadcast_to(np.float32(math.nan), shape[::-1]),
         }
@@ -86,6 +109,7 @@ def load_policy_embeddings(spec: DraftSpec, with_values: bool) -> dict[str, np.n
             " the checkpoint again",
         )
         check_tensor_header(tensors[name], ranks=(2,))
+    # A tied head is the embedding itself. Both are stored as [V D].
     embedding, *head = (tensors[name].read() for name in names)
     return {"embedding": embedding, "head": (head[0] if head else embedding).T}
 
@@ -96,13 +120,19 @@ def match_tensors(
     network: Any,
     source: str,
 ) -> dict[str, TensorEntry]:
-    """Places of a draft's tensors in a network, by name; only their shapes are looked at.
+    """Matches a draft's tensors with the weights of a network.
+
+    Compares names and shapes only.
+
+    Returns:
+      The entry of each tensor, by tensor name.
 
     Raises:
-      ConfigError: a row finds no tensor, a tensor no row, or one has another shape.
+      ConfigError: a tensor is missing, unknown, or of another shape.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves_by_path(network).items()}
     for mapping in mappings:
+        # A config.json may ask for billions of layers, whose entries would fill memory.
         check_tensor_count(mapping, shapes[mapping.weight_path], len(tensors), source)
     entries = {
         entry.name: entry
@@ -113,12 +143,12 @@ def match_tensors(
     unknown = sorted(tensors.keys() - entries.keys())
     require(
         not missing,
-        f"{source} lacks {join_names(missing)}; it is damaged, or its config.json speaks of another"
-        " draft",
+        f"{source} lacks {join_names(missing)}; the file is damaged, or its config.json describes"
+        " another draft",
     )
     require(
         not unknown,
-        f"{source} has {join_names(unknown)}, which a draft of this form has no place for",
+        f"{source} has {join_names(unknown)}, which a draft of this form does not have",
     )
     for name, entry in entries.items():
         message = (
@@ -132,11 +162,19 @@ def match_tensors(
 def assemble_arrays(
     mappings: list[WeightMapping], tensors: NamedArrays, network: Any, source: str
 ) -> dict[str, np.ndarray]:
-    """Arrays by attribute path for the shapes of a network; raises as `match_tensors` does."""
+    """Assembles the arrays of a network from a draft's tensors.
+
+    Returns:
+      Arrays by attribute path.
+
+    Raises:
+      ConfigError: as `match_tensors` does.
+    """
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves_by_path(network).items()}
     arrays: dict[str, np.ndarray] = {}
     for name, entry in match_tensors(mappings, tensors, network, source).items():
         tensor, mapping, shape = tensors[name], entry.mapping, shapes[entry.mapping.weight_path]
+        # A stacked weight is filled from one tensor for each layer.
         arrays.setdefault(mapping.weight_path, np.empty(shape, tensor.dtype))[
             entry.leading_index
         ] = to_weight(mapping, tensor, shape[mapping.leading_ndim :])
@@ -144,11 +182,14 @@ def assemble_arrays(
 
 
 def replace_leaves(network: Any, arrays: NamedArrays) -> Any:
-    """A network, or its shapes, with arrays of the host by attribute path in place of all its
-    leaves, in the leaves' own types.
+    """Replaces all leaves of a network by host arrays.
+
+    Args:
+      network: a network or its shapes. Its leaves set the dtypes of the result.
+      arrays: arrays by attribute path.
 
     Raises:
-      ConfigError: an array is missing, is foreign, or has another shape.
+      ConfigError: an array is missing, unknown, or of another shape.
     """
     leaves = leaves_by_path(network)
     missing, foreign = sorted(leaves.keys() - arrays.keys()), sorted(arrays.keys() - leaves.keys())
@@ -167,7 +208,7 @@ def replace_leaves(network: Any, arrays: NamedArrays) -> Any:
 
 
 def export_tensors(mappings: list[WeightMapping], network: PyTree) -> dict[str, np.ndarray]:
-    """A network's tensors by their published names."""
+    """Returns a network's tensors by published name."""
     leaves = leaves_by_path(network)
     entries = [
         (entry, np.asarray(leaves[mapping.weight_path][entry.leading_index]))
@@ -175,15 +216,22 @@ def export_tensors(mappings: list[WeightMapping], network: PyTree) -> dict[str, 
         for entry in tensor_entries(mapping, leaves[mapping.weight_path].shape)
     ]
     return {
+        # Safetensors writes the buffer of an array in memory order, which a view would scramble.
         entry.name: np.ascontiguousarray(to_tensor(entry.mapping, array))
         for entry, array in entries
     }
 
 
 def cast_tensors(tensors: NamedArrays, dtype: np.dtype) -> list[tuple[str, int, Any]]:
-    """Tensors as they are exported, floating ones in another type: name, bytes, what makes it."""
+    """Casts floating-point tensors for export.
+
+    Returns:
+      For each tensor its name, its bytes, and a function that returns it, for `write_tensors`.
+    """
+    # Vocabulary buffers stay integers or booleans.
     cast_arrays = {
         name: array.astype(dtype) if np.issubdtype(array.dtype, np.floating) else array
         for name, array in tensors.items()
     }
+    # The default argument binds each array now. A plain closure would see the last one.
     return [(name, array.nbytes, lambda array=array: array) for name, array in cast_arrays.items()]

@@ -40,7 +40,7 @@ def compare_decoding(
     rollout_weights = jax.jit(step.sync)(state)
     no_draft = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
     variants = (
-        (step.generator.plain(), rollout_weights.replace(drafter=no_draft)),
+        (step.generator.without_draft(), rollout_weights.replace(drafter=no_draft)),
         (step.generator, rollout_weights),
     )
     timed_generations = [

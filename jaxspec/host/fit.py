@@ -23,7 +23,7 @@ from jaxspec.host.memory import (
 from jaxspec.host.programs import compile_generation_alone
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import has_accelerators, round_to_tiles
-from jaxspec.rollout.pages import FEW, pool_of_rows, rows_in
+from jaxspec.rollout.pages import MIN_ROWS, pool_size_for_rows, rows_in_pool
 from jaxspec.step import Sizes, Step
 
 
@@ -197,14 +197,14 @@ def _shrink_pool(
     if auto.pages:
         pages = sizes.pages * max(room, 0) // pool
         # The pool must hold a few rows of full length. Below that, slots shrink instead.
-        if pages >= pool_of_rows(min(FEW, slots), *page_arguments(step, prompts)):
+        if pages >= pool_size_for_rows(min(MIN_ROWS, slots), *page_arguments(step, prompts)):
             return sizes._replace(
                 pages=pages,
-                slots=min(slots, rows_in(pages, *page_arguments(step, prompts)))
+                slots=min(slots, rows_in_pool(pages, *page_arguments(step, prompts)))
                 if auto.slots
                 else sizes.slots,
             )
-    fewer_slots = max(min(FEW, slots), slots // 4)
+    fewer_slots = max(min(MIN_ROWS, slots), slots // 4)
     if not auto.slots or fewer_slots == slots:
         return sizes
     sizes = sizes._replace(slots=fewer_slots)

@@ -29,6 +29,7 @@ from jaxspec.inputs.checked import ConfigError, first_line, require, translate_s
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes import peers
+from jaxspec.processes.devices import core_count, count_devices, prepare_devices
 from jaxspec.processes.joining import initialize_processes
 from jaxspec.processes.process_0 import broadcast_number
 from jaxspec.rl.optimizers import Diverged
@@ -223,10 +224,10 @@ def open_job(config: ResolvedConfig) -> Job:
     # share one memory, so splitting saves none, and many collectives can starve its few threads.
     split = largest_weight_size(config.model) >= config.mesh.shard_above
     members = config.mesh.expert * config.mesh.tensor
-    shards = config.mesh.data or (1 if split else max(1, meshes.core_count() // members))
+    shards = config.mesh.data or (1 if split else max(1, core_count() // members))
     start_jax(config, shards * members)
     initialize_processes(process_identity(config))
-    mesh = meshes.make_mesh(*check_config(config, meshes.count_devices(), jax.process_count()))
+    mesh = meshes.make_mesh(*check_config(config, count_devices(), jax.process_count()))
     job = make_job(config, mesh)
     # Errors in the input folders are reported before any long work.
     check_folders(config, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
@@ -277,7 +278,7 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     """Configures JAX: 64-bit types, compilation cache and devices.
 
     Must run before any use of a device. `devices` and `threads` are those of
-    `mesh.prepare_devices`.
+    `devices.prepare_devices`.
     """
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
@@ -287,7 +288,7 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if has_cuda_plugin():
         set_xla_flags(GPU_OPTIONS)
-    meshes.prepare_devices(devices, threads)
+    prepare_devices(devices, threads)
 
 
 def largest_weight_size(model: ModelSpec) -> int:

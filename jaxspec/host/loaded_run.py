@@ -34,6 +34,7 @@ from jaxspec.host.workdir import read_saved_config
 from jaxspec.inputs.checked import prefix_errors, require
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
+from jaxspec.processes.devices import count_devices
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator, rounding_key
 from jaxspec.state import RUNNING, Prompts, RolloutWeights, TrainState
@@ -158,7 +159,7 @@ def open_single_shard(config: ResolvedConfig) -> Job:
     """
     start_jax(config, config.mesh.tensor)
     # The run may have had more devices than this machine.
-    tensor = config.mesh.tensor if config.mesh.tensor <= meshes.count_devices() else 1
+    tensor = config.mesh.tensor if config.mesh.tensor <= count_devices() else 1
     config = replace(with_full_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
     return make_job(config, meshes.make_mesh(*check_config(config, devices=tensor)))
 
@@ -170,7 +171,7 @@ def restore_weights(run: SavedRun, job: Job, samples: int) -> RolloutWeights:
     beyond the run's own use factor 1.
     """
     bare, trained = restore_merged_state(run, job)
-    generator = job.step.generator.with_(prompts=1, group_size=samples)
+    generator = job.step.generator.make_variant(prompts=1, group_size=samples)
     overlap = resize_overlap(bare.generator.overlap_by_factor, generator, trained.settings.grid)
     state = bare.replace(generator=bare.generator.replace(overlap_by_factor=overlap))
     return jax.jit(replace(job.step, generator=generator).sync)(state)
@@ -256,13 +257,15 @@ class LoadedRun:
     def __init__(self, job: Job, weights: RolloutWeights, samples: int) -> None:
         # Set here, since a config with a baseline refuses a group size of 1. Loops with fewer slots
         # and changing draft lengths are off: the caller advances single rounds.
-        generator = job.step.generator.with_(prompts=1, group_size=samples, tail=(), lengths=())
+        generator = job.step.generator.make_variant(
+            prompts=1, group_size=samples, tail=(), lengths=()
+        )
 
         def advance_one_round(weights: RolloutWeights, decode_state: DecodeState) -> DecodeState:
             return generator.advance(weights, decode_state, jnp.int32(1))
 
         def measure(decode_state: DecodeState, weights: RolloutWeights) -> Metrics:
-            return generator.measure(generator.collect(weights, decode_state), weights)
+            return generator.measure_rollout(generator.collect(weights, decode_state), weights)
 
         self.job, self._weights, self._prompt_count = job, weights, 0
         _, _, self._layout = abstract_arguments(replace(job.step, generator=generator), 1)

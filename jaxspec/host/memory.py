@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import row_shard_count
-from jaxspec.rollout.pages import pool_of_rows, whole_pool
+from jaxspec.rollout.pages import max_pool_size, pool_size_for_rows
 from jaxspec.state import PyTree
 from jaxspec.step import HOST_MEMORY, Step
 
@@ -85,7 +85,7 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
     ]
     return DeviceBytes(
         training_uses=training_uses,
-        weights=generator.weight_bytes(rollout_weights),
+        weights=generator.count_weight_bytes(rollout_weights),
         pool=_tree_size((decode_state.caches, prompt_caches)) // step.mesh.size,
         # A pilot times each draft length from the same state, so its pool cannot be donated.
         pool_count=2 if generator.settings.lengths and not times_real_rounds(generator) else 1,
@@ -138,7 +138,7 @@ def _describe_pool_remedy(step: Step, prompts: int) -> str:
             f" fewer --rollout.engine.pages, {answers_remedy}"
         )
     page_count = settings.pages or count_all_pages(step, prompts)
-    min_pages = pool_of_rows(1, *page_arguments(step, prompts))
+    min_pages = pool_size_for_rows(1, *page_arguments(step, prompts))
     return (
         f"--rollout.engine.pages, now {page_count} and at least {min_pages},"
         f" --rollout.engine.slots, now {settings.slots}, {answers_remedy}"
@@ -174,7 +174,7 @@ slightly more memory than each by itself."""
 
 
 def page_arguments(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
-    """Returns one shard's arguments of `smallest_pool`."""
+    """Returns one shard's arguments of `min_pool_size`."""
     generator, settings = step.generator, step.generator.settings
     sizes = generator.prompt_length, settings.max_new_tokens, generator.draft_length
     return (prompts // row_shard_count(generator.mesh), *sizes, settings.page_size)
@@ -182,7 +182,7 @@ def page_arguments(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
 
 def count_all_pages(step: Step, prompts: int) -> int:
     """Counts the pages that avoid any preemption."""
-    return whole_pool(*page_arguments(step, prompts), slots=step.generator.settings.slots)
+    return max_pool_size(*page_arguments(step, prompts), slots=step.generator.settings.slots)
 
 
 def report_memory(step: Step, memory: list[MemoryUse], limit: int) -> str:

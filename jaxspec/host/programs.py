@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxspec import mesh as meshes
+from jaxspec.processes import global_arrays
 from jaxspec.rl.train_batch import plan_shardings
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
@@ -47,7 +48,7 @@ def abstract_scored_rollout(step: Step, prompts: int) -> ScoredRollout:
 
 def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
     """Describes a generator's prompts without allocating them."""
-    return _abstract_rows(jax.eval_shape(lambda: generator.no_prompts(prompts)), generator.mesh)
+    return _abstract_rows(jax.eval_shape(lambda: generator.empty_prompts(prompts)), generator.mesh)
 
 
 def _abstract_rows(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -66,7 +67,7 @@ def put_like(tree: PyTree, layout: PyTree) -> PyTree:
     """
 
     return jax.tree.map(
-        lambda values, leaf: meshes.from_host_values(leaf, np.asarray(values, leaf.dtype)),
+        lambda values, leaf: global_arrays.from_host_values(leaf, np.asarray(values, leaf.dtype)),
         tree,
         layout,
     )

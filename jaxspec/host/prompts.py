@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from jaxspec import mesh as meshes
 from jaxspec.data.history import AnswerHistory, Answers
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import ProblemSets, pad_prompts
 from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_prompts, put_like
 from jaxspec.inputs.streams import Stream
+from jaxspec.processes import global_arrays
 from jaxspec.state import Prompts, Rollout
 
 
@@ -34,9 +34,9 @@ class PromptSource:
         self._pad_id = job.tokenizer.pad_id
         self._layout = abstract_prompts(job.step.generator, batch.prompts)
         # A process may hold copies of prompts whose rows another process owns.
-        self._copies, _ = meshes.locate_rows(job.mesh, batch.prompts)
+        self._copies, _ = global_arrays.locate_rows(job.mesh, batch.prompts)
         self._is_held = self._copies[process]
-        _, self._row_owners = meshes.locate_rows(job.mesh, batch.prompts * batch.group_size)
+        _, self._row_owners = global_arrays.locate_rows(job.mesh, batch.prompts * batch.group_size)
         self.is_local_row: Bool[np.ndarray, " B"] = self._row_owners == process
         """Rows that this process owns."""
 
@@ -81,7 +81,7 @@ class PromptSource:
         count = min(group, self.history.past)
         rows = [place * group + answer for place in places for answer in range(count)]
         tokens, prompt_lengths, lengths = (
-            meshes.read_local_rows(leaf, np.asarray(rows, np.int32))
+            global_arrays.read_local_rows(leaf, np.asarray(rows, np.int32))
             for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
         answers = [
@@ -142,7 +142,7 @@ class PromptSource:
             "history_lengths": history_lengths,
         }
         by_row: dict[str, Any] = {
-            name: meshes.from_local_rows(getattr(layout, name), local_places, values)
+            name: global_arrays.from_local_rows(getattr(layout, name), local_places, values)
             for name, values in columns.items()
         }
         scalars = put_like((jnp.int32(stream), jnp.int32(batch)), (layout.stream, layout.batch))

@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from jaxspec.compiled.roofline import DEFAULT_CARD, GeneratorDevices, find_card_by_kind
 from jaxspec.host.programs import abstract_leaf, compile_for_generator, put_like, times_real_rounds
 from jaxspec.inputs.streams import Stream
-from jaxspec.mesh import EXPERT, TENSOR, describe_machine, replicated_sharding, row_shard_count
+from jaxspec.mesh import EXPERT, TENSOR, replicated_sharding, row_shard_count
+from jaxspec.processes.devices import describe_machine
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.feedback.length_chooser import TimedCosts
@@ -101,11 +102,11 @@ def _run_pilot(generator: Generator, weights: RolloutWeights, prompts: Prompts) 
     settings, mesh = generator.settings, generator.mesh
     generator = _without_ends(generator)
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
-    empty = length_chooser.unmeasured(settings.lengths, longest)
+    empty = length_chooser.init_chooser(settings.lengths, longest)
 
     # A table in which one length is cheapest makes the run's own program choose that length.
     def force_length(length_index: int) -> RolloutWeights:
-        cost = jnp.asarray(length_chooser.forced_cost(empty.round_cost.shape, length_index))
+        cost = jnp.asarray(length_chooser.single_length_cost(empty.round_cost.shape, length_index))
         chooser = jax.device_put(
             LengthChooser(acceptance=empty.acceptance, round_cost=cost), replicated_sharding(mesh)
         )
@@ -141,7 +142,7 @@ def _run_pilot(generator: Generator, weights: RolloutWeights, prompts: Prompts) 
             (warmup_rounds + 1) * (settings.lengths[-1] + 1),
         )
         for loop, live in enumerate((settings.slots, *settings.tail)):
-            for context, context_end in enumerate(length_chooser.contexts(longest)):
+            for context, context_end in enumerate(length_chooser.context_buckets(longest)):
                 set_workload = functools.partial(
                     _set_workload,
                     live=live,
@@ -200,7 +201,7 @@ def _time_round(run: Any, rounds: int) -> float:
     ]
     # Other programs can only slow a call down, so the minimum is the best estimate.
     short_seconds, long_seconds = (min(times) for times in zip(*pairs, strict=True))
-    return length_chooser.seconds_of_round(short_seconds, long_seconds, rounds)
+    return length_chooser.round_seconds(short_seconds, long_seconds, rounds)
 
 
 # ---- by public figures
@@ -211,11 +212,11 @@ def predict_chooser(generator: Generator, weights: RolloutWeights) -> LengthChoo
 
     `weights` may be shapes only.
     """
-    empty = length_chooser.unmeasured(generator.settings.lengths, generator.row_length)
+    empty = length_chooser.init_chooser(generator.settings.lengths, generator.row_length)
     cost = _load_costs(_cost_file(generator, generator.prompt_length), empty.round_cost.shape)
     if not cost.any():
         settings = generator.settings
-        cost = length_chooser.predicted_cost(
+        cost = length_chooser.predict_costs(
             _find_devices(generator.mesh),
             weights.target,
             weights.drafter.network,
@@ -250,10 +251,11 @@ class RoundTimer:
     def __init__(self, generator: Generator, slice_rounds: int = UNBOUNDED) -> None:
         self._slice_rounds, settings = slice_rounds, generator.settings
         self._file = _cost_file(generator, generator.prompt_length)
-        self._context_ends = length_chooser.contexts(generator.row_length)
-        self._tail = settings.tail[: length_chooser.LOOPS - 1]
+        self._context_ends = length_chooser.context_buckets(generator.row_length)
+        self._tail = settings.tail[: length_chooser.MAX_LOOPS - 1]
+        shard_count = row_shard_count(generator.mesh)
         self._find_busiest = jax.jit(
-            functools.partial(length_chooser.busiest, shards=row_shard_count(generator.mesh)),
+            functools.partial(length_chooser.summarize_load, shards=shard_count),
             out_shardings=replicated_sharding(generator.mesh),
         )
         self._times_next = False
@@ -305,15 +307,15 @@ class RoundTimer:
     ) -> DecodeState:
         cell = self._find_cell(decode_state)
         # Right after a timed slice, repeats of known costs can wait.
-        length_index = None if cell is None else costs.due(*cell, again=not self._was_timed)
+        can_retime = not self._was_timed
+        length_index = None if cell is None else costs.next_length_index(*cell, retime=can_retime)
         self._was_timed = length_index is not None
         if cell is None or length_index is None:
             rounds = np.int32(min(self._slice_rounds, CHECK_INTERVAL))
             return advance(_with_costs(weights, costs.table), decode_state, rounds)
         seconds = []
-        forced_weights = _with_costs(
-            weights, length_chooser.forced_cost(costs.table.shape, length_index)
-        )
+        forced_cost = length_chooser.single_length_cost(costs.table.shape, length_index)
+        forced_weights = _with_costs(weights, forced_cost)
         # The first call loads the kernels of the length, and lets its draft catch up on tokens. The
         # second and third differ by TIMED_ROUNDS, which cancels the fixed cost of a call.
         for rounds in (1, 1, 1 + TIMED_ROUNDS):
@@ -326,7 +328,7 @@ class RoundTimer:
         _, short_seconds, long_seconds = _broadcast_table(np.asarray(seconds, np.float32)).tolist()
         # Times that span two cells belong to neither.
         if self._find_cell(decode_state) == cell:
-            costs.add((length_index, *cell), short_seconds, long_seconds, TIMED_ROUNDS)
+            costs.add_timing((length_index, *cell), short_seconds, long_seconds, TIMED_ROUNDS)
         return decode_state
 
     def _find_cell(self, decode_state: DecodeState) -> tuple[int, int] | None:
@@ -379,7 +381,7 @@ def _cost_file(generator: Generator, prompt_length: int) -> Path:
 def _without_ends(generator: Generator) -> Generator:
     """Removes end tokens and stop strings from a generator."""
     processing = generator.settings.processing._replace(stop_ids=())
-    return generator.with_(processing=processing, stop=None)
+    return generator.make_variant(processing=processing, stop=None)
 
 
 def _cost_key(generator: Generator, prompt_length: int) -> str:
@@ -393,5 +395,6 @@ def _cost_key(generator: Generator, prompt_length: int) -> str:
         *("drafts/*.py", "rollout/**/*.py", "sampling.py"),
     )
     environment = jax.__version__, describe_machine(generator.mesh), generator.compiler_options
-    key_parts = *environment, shape, prompt_length, generator.weight_layouts, generator.about, code
+    networks = generator.weight_layouts, generator.description
+    key_parts = *environment, shape, prompt_length, *networks, code
     return hashlib.sha256(repr(key_parts).encode()).hexdigest()[:16]

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-from jaxspec import mesh as meshes
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.scoring import Judge, RolloutScores, make_scorers
 from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_scored_rollout, put_like
 from jaxspec.host.prompts import PromptSource
+from jaxspec.processes import global_arrays
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rewards.shaping import overlong_penalty
@@ -80,7 +80,7 @@ class RolloutScorer:
             {place: problem for place, problem in problems.items() if is_local[place]}, rollout
         )
         counts = np.asarray([scores.is_complete.sum(), scores.has_reward.sum()], np.float32)
-        ended_count, rewarded_count = meshes.sum_over_processes(counts).tolist()
+        ended_count, rewarded_count = global_arrays.sum_over_processes(counts).tolist()
         self._report_failed(ended_count - rewarded_count, ended_count, scores.scores.reason)
         return scores
 
@@ -105,11 +105,11 @@ class RolloutScorer:
         rows = np.flatnonzero(is_local).astype(np.int32)
         token_counts = np.zeros(len(is_local), np.float32)
         lengths, status, valid = (
-            meshes.read_local_rows(leaf, rows)
+            global_arrays.read_local_rows(leaf, rows)
             for leaf in (scored.rollout.lengths, scored.rollout.status, scored.valid)
         )
         token_counts[rows] = self._count_read_tokens(lengths, status, valid)
-        return scored.replace(plan=self._place_plan(meshes.sum_over_processes(token_counts)))
+        return scored.replace(plan=self._place_plan(global_arrays.sum_over_processes(token_counts)))
 
     def set_learn_flag(self, scored: ScoredRollout) -> ScoredRollout:
         """Sets `learn` of a planned rollout: whether any token is read."""
@@ -146,7 +146,7 @@ class RolloutScorer:
         for number, column in enumerate(local_columns.values()):
             columns[number, rows] = column
         local_counts = self._count_outcomes(judged, local_columns["reward"])
-        totals = meshes.sum_over_processes(
+        totals = global_arrays.sum_over_processes(
             np.concatenate([columns.ravel(), np.asarray([*local_counts.values()], np.float32)])
         )
         columns, counts = totals[: columns.size].reshape(columns.shape), totals[columns.size :]

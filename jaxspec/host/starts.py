@@ -18,7 +18,7 @@ from jaxspec.hf.pretrained import fingerprint_checkpoint
 from jaxspec.host.job import Job, code_version
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import parse_json
-from jaxspec.mesh import describe_machine
+from jaxspec.processes.devices import describe_machine
 from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.system.files import (
     hash_file,

@@ -28,7 +28,7 @@ from jaxspec.inputs.checked import INT32, ConfigError, prefix_errors, require
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import row_shard_count
 from jaxspec.processes.process_0 import check_in_process_0
-from jaxspec.rollout.pages import smallest_pool
+from jaxspec.rollout.pages import min_pool_size
 from jaxspec.step import Sizes
 from jaxspec.system.files import (
     expand_user_path,
@@ -208,7 +208,7 @@ def _select_sizes(job: Job, saved_sizes: Sizes) -> dict[str, int]:
     if engine.pages == 0 and size == saved_sizes.page_size > 0:
         row = config.data.max_prompt_length, config.rollout.max_new_tokens, generator.draft_length
         # The run may have had more data shards, each with fewer prompts and pages.
-        if saved_sizes.pages >= smallest_pool(prompts, *row, size):
+        if saved_sizes.pages >= min_pool_size(prompts, *row, size):
             restored_sizes["pages"] = saved_sizes.pages
     return restored_sizes
 

@@ -1,1 +1,1 @@
-"""Accelerator kernels, each behind one function that has a plain twin."""
+"""Kernels, each with an equivalent in plain JAX."""

@@ -1,5 +1,8 @@
-"""Functions of positions computed a chunk of positions at a time, and on a CPU only where their
-results are wanted."""
+"""Maps functions over chunks of positions.
+
+Chunks bound the memory of a function, such as that of logits. On a CPU, expensive functions are
+computed at masked positions only.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -14,21 +17,22 @@ from jaxspec.mesh import has_gpus_in_scope
 from jaxspec.state import PyTree
 
 CHUNK_ELEMENTS = 2**25
-"""Logits alive at once: positions are taken in chunks so that rows x chunk x vocabulary stays below
-this."""
+"""Largest number of elements (such as logits) of a chunk on a CPU."""
+# In the backward pass a chunk of n positions moves 12 bytes for each weight of the head, 8 of them
+# for the gradient, and makes 6n operations. An H100 makes 295 operations per byte moved. From 600
+# positions on, the products therefore take longer than the memory traffic. From 1,200 on, so does
+# the product that adds up the gradient (2n operations on 8 bytes). Chunks of more than 2,048
+# positions would only take more memory.
 CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU = 2048, 2**29
-"""Positions of a chunk on GPUs, and logits alive at once: 2 GiB in float32.
-
-For each weight of the head a chunk of n positions moves 12 bytes in the backward pass, 8 of them
-for the gradient, and makes 6n operations. An H100 makes 295 operations a byte: from 600
-positions on the products take longer, and from 1,200 on also the one that adds up the gradient (2n
-operations on 8 bytes). Beyond 2,048 positions a chunk would only take more memory."""
+"""Largest number of positions of a chunk on GPUs, and of its elements (2 GiB in float32)."""
 WIDE_ELEMENTS = 4096
-"""Numbers of a position from which on a CPU computes only those that are wanted."""
+"""Elements per position from which a CPU computes masked positions only."""
+# Enough positions for fast products, and few enough that little of a chunk is padding.
 CHUNK_POSITIONS_CPU = 128
-"""Positions of a chunk of wanted ones on a CPU: enough for fast products, and few are padding."""
+"""Largest number of positions of a compacted chunk on a CPU."""
+# XLA pads products of other sizes, by copying their operands.
 TILE_POSITIONS = 16
-"""Chunks on GPUs are a multiple of so many positions: XLA pads other products by copies."""
+"""Divisor of the number of positions of a chunk on GPUs."""
 
 
 def map_in_chunks(
@@ -38,18 +42,20 @@ def map_in_chunks(
     *arrays: Array,
     mask: Bool[Array, "B T"] | None = None,
 ) -> Any:
-    """Maps `function` over chunks of the position axis (the second) and joins the results.
+    """Maps `function` over chunks of positions.
 
-    The backward pass recomputes each chunk. If everything fits, there is one chunk and no loop.
+    Positions are the second axis of all arrays. The backward pass recomputes each chunk. If all
+    positions fit into one chunk, there is no loop and nothing is recomputed.
 
     Args:
-      function: of `networks` and arrays [B chunk ...]; returns a tree of floating arrays of that
-        form.
-      networks: all that it reads beside the arrays.
-      elements_per_position: numbers that it holds for each position.
-      *arrays: [B T ...].
-      mask: positions whose results matter; None: all. On a CPU a wide function is computed for
-        these alone, a few others that fill up a chunk, and the rest is zero.
+      function: Takes `networks` and arrays [B chunk ...]. Returns a tree of floating-point arrays
+        [B chunk ...].
+      networks: All parameters that `function` reads.
+      elements_per_position: Number of elements that `function` holds at each position, for all
+        rows together.
+      *arrays: Inputs [B T ...].
+      mask: Positions whose results matter; None for all. A CPU may skip the other positions, whose
+        results are then zero.
     """
     length = arrays[0].shape[1]
     chunk = _chunk_length(length, max(elements_per_position, 1))
@@ -71,10 +77,12 @@ def map_masked(
     *arrays: Array,
     mask: Bool[Array, "B T"],
 ) -> Any:
-    """Computes `function` of all positions at once; on a CPU a wide one as `map_in_chunks` does.
+    """Computes `function` at once, or on a CPU at masked positions.
 
-    It must not communicate between data shards, which have different numbers of chunks.
+    Only expensive functions are compacted, as in `map_in_chunks`. The function must not communicate
+    between data shards.
     """
+    # Each data shard has its own number of chunks, so a collective would wait forever.
     if not _should_compact(elements_per_position):
         return function(networks, *arrays)
     chunk = min(arrays[0].shape[1], CHUNK_POSITIONS_CPU)
@@ -82,12 +90,13 @@ def map_masked(
 
 
 def _should_compact(elements_per_position: int) -> bool:
-    """Whether computing a function at wanted positions alone pays for moving them."""
+    """Whether a CPU should skip positions outside the mask."""
+    # For cheap functions, moving positions would cost more than it saves.
     return elements_per_position >= WIDE_ELEMENTS and not has_gpus_in_scope()
 
 
 def _split_chunks(array: Shaped[Array, "B T ..."], chunk: int) -> Shaped[Array, "c B chunk ..."]:
-    """Splits positions into chunks; the last one is padded with zeros."""
+    """Splits positions into chunks, padded with zeros."""
     rows, length, *trailing_shape = array.shape
     count = -(-length // chunk)
     padded = jnp.pad(array, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * len(trailing_shape))
@@ -95,7 +104,7 @@ def _split_chunks(array: Shaped[Array, "B T ..."], chunk: int) -> Shaped[Array, 
 
 
 def _join_chunks(array: Shaped[Array, "c B chunk ..."], length: int) -> Shaped[Array, "B T ..."]:
-    """Joins chunks to `length` positions."""
+    """Joins chunks and drops positions from `length` on."""
     row_chunks = jnp.moveaxis(array, 0, 1)
     rows, count, chunk, *trailing_shape = row_chunks.shape
     return row_chunks.reshape(rows, count * chunk, *trailing_shape)[:, :length]
@@ -108,10 +117,12 @@ def _map_compacted(
     mask: Bool[Array, "B T"],
     arrays: tuple[Array, ...],
 ) -> Any:
-    """Runs `function` on chunks of the wanted positions, which are moved to the front."""
+    """Maps a function over masked positions only."""
     length = mask.shape[1]
+    # Masked positions first, so that they fill the leading chunks.
     order = jnp.argsort(~mask, axis=1, stable=True)
     inverse = jnp.argsort(order, axis=1)
+    # The longest row decides, as a chunk has the same positions of all rows.
     max_count = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
     chunks = tuple(
         _split_chunks(_reorder_positions(array, order, inverse), chunk) for array in arrays
@@ -125,11 +136,12 @@ def _map_compacted(
 def _map_leading_chunks(
     function: Callable[..., Any], networks: PyTree, used_count: Int[Array, ""], chunks: PyTree
 ) -> PyTree:
-    """Maps a function over the first `used_count` of stacked chunks; other results are zeros.
+    """Maps a function over the first `used_count` chunks.
 
-    The number of chunks is known at run time only, so the backward pass is written out: a loop of
-    as many chunks, each computed again.
+    Results of the other chunks are zeros. The backward pass recomputes each chunk.
     """
+    # `used_count` is known at run time only. JAX cannot differentiate such a loop, so the backward
+    # pass is written by hand.
 
     @jax.custom_vjp
     def map_chunks(networks: PyTree, chunks: PyTree, used_count: Int[Array, ""]) -> PyTree:
@@ -156,6 +168,7 @@ def _map_leading_chunks(
         ) -> tuple[PyTree, PyTree]:
             chunk = _take_chunk(chunks, index)
 
+            # Only leaves that need a gradient are arguments, so that no others are computed.
             def apply_learned(network_leaves: list[Array], chunk_leaves: list[Array]) -> PyTree:
                 return function(
                     network_flags.replace_leaves(networks, network_leaves),
@@ -198,18 +211,18 @@ def _map_leading_chunks(
 
 @jax.tree_util.register_static
 class _GradientFlags(tuple[bool, ...]):
-    """Which leaves of a tree have a gradient."""
+    """Static flags of leaves with a gradient."""
 
     __slots__ = ()
 
     def select_leaves(self, tree: PyTree) -> list[Array]:
-        """The leaves that have one."""
+        """Returns the leaves that have a gradient."""
         return list(itertools.compress(jax.tree.leaves(tree), self))
 
     def replace_leaves(self, tree: PyTree, leaves: Iterable[Array], zero: bool = False) -> PyTree:
-        """The tree with other leaves where there is a gradient, and its own elsewhere.
+        """Replaces the leaves that have a gradient.
 
-        With `zero`, None elsewhere, which is the gradient there.
+        The other leaves are kept, or become None (a zero gradient) with `zero`.
         """
         old_leaves, treedef = jax.tree.flatten(tree)
         replacements = iter(leaves)
@@ -219,12 +232,14 @@ class _GradientFlags(tuple[bool, ...]):
 
 
 def _has_gradient(leaf: Any) -> bool:
-    """Whether an input of a rule with symbolic zeros may have a gradient; an integer never has."""
+    """Whether an input of the rule needs a gradient."""
+    # Integers are excluded: their cotangents have another type (float0).
     return bool(leaf.perturbed) and jnp.issubdtype(leaf.value.dtype, jnp.floating)
 
 
 def _zero_accumulator(leaf: Array) -> Array:
-    """Zeros to add up gradients of many chunks on."""
+    """Returns zeros like `leaf`, in at least float32."""
+    # bfloat16 would lose the small terms of a sum over many chunks.
     return jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
@@ -232,20 +247,20 @@ _SYMBOLIC_ZERO: Any = jax.custom_derivatives.SymbolicZero
 
 
 def _materialize_gradient(gradient: Any) -> Array:
-    """A gradient as an array, also where it is known to be zero."""
+    """Replaces a symbolic zero by an array."""
     is_zero = isinstance(gradient, _SYMBOLIC_ZERO)
     return jnp.zeros(gradient.shape, gradient.dtype) if is_zero else gradient
 
 
 def _take_chunk(stacked: PyTree, index: Int[Array, ""] | int) -> PyTree:
-    """Chunk `index` of every array."""
+    """Selects chunk `index` of every array."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked
     )
 
 
 def _set_chunk(stacked: PyTree, index: Int[Array, ""], chunk: PyTree) -> PyTree:
-    """The stacked chunks with another one in place of `index`."""
+    """Replaces chunk `index` of every array."""
     return jax.tree.map(
         lambda leaf, update: jax.lax.dynamic_update_index_in_dim(leaf, update, index, 0),
         stacked,
@@ -257,8 +272,12 @@ def _set_chunk(stacked: PyTree, index: Int[Array, ""], chunk: PyTree) -> PyTree:
 def _reorder_positions(
     array: Shaped[Array, "B T ..."], order: Int[Array, "B T"], inverse: Int[Array, "B T"]
 ) -> Shaped[Array, "B T ..."]:
-    """Puts position `order[b, t]` of row b at place t. The gradient is the inverse of this, and not
-    a scatter, which a CPU makes one row after the other."""
+    """Moves position `order[b, t]` of row b to position t.
+
+    `inverse` is the inverse permutation of `order`.
+    """
+    # The custom gradient is the inverse gather. JAX's own would be a scatter, which XLA runs row by
+    # row on a CPU.
     return jax.vmap(lambda row, row_order: jnp.take(row, row_order, axis=0))(array, order)
 
 
@@ -269,9 +288,10 @@ _reorder_positions.defvjp(
 
 
 def _chunk_length(length: int, elements_per_position: int) -> int:
-    """Positions of a chunk; on GPUs chunks are about equal, so that the last one is not padded."""
+    """Returns the number of positions of a chunk."""
     if not has_gpus_in_scope():
         return max(1, min(length, CHUNK_ELEMENTS // elements_per_position))
     max_positions = max(1, min(CHUNK_POSITIONS_GPU, CHUNK_ELEMENTS_GPU // elements_per_position))
+    # Chunks of about equal size leave little padding in the last one.
     even_positions = -(-length // -(-length // max_positions))
     return min(length, -(-even_positions // TILE_POSITIONS) * TILE_POSITIONS)

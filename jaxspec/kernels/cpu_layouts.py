@@ -1,5 +1,7 @@
-"""Layouts of weights that XLA's CPU kernels are fast with, and products with them; each gives the
-numbers of `plain_product`, its twin."""
+"""Weight layouts for fast products on CPUs.
+
+Each product is equivalent to `plain_product` with the original weight.
+"""
 
 import math
 from functools import partial
@@ -10,32 +12,40 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+# XLA's float32 kernels for AVX-512 compute 64 outputs at once; blocks of 32 or 128 are slower.
 BLOCK_OUTPUTS, PART_INPUTS = 64, 128
-"""Outputs of a block: as many as XLA's float32 kernels for AVX-512 make at once, 32 and 128 are
-slower. Inputs of a part, likewise."""
+"""Outputs of a block of a `BlockedParam`, and inputs of a part of a `SplitParam`."""
+# A product with all blocks at once copies the rows for each block, which is cheap if rows are few.
 BLOCK_LOOP_ROWS = 16
-"""Rows from which on a product takes the blocks of a `BlockedParam` weight one by one: at once,
-each needs a copy of all rows."""
+"""Number of rows from which the blocks of a `BlockedParam` are multiplied one by one."""
+# As the left operand, the weight needs transposed rows and gives transposed results.
 RIGHT_OPERAND_ROWS = 256
-"""Rows from which on a product has a `TransposedParam` weight on the right: on the left, rows and
-results are transposed too."""
+"""Number of rows from which a `TransposedParam` is the right operand of its product."""
 
 
 class TransposedParam(nnx.Param):
-    """A weight as [*out, in]: the left operand of its product, which is faster on a CPU where few
-    rows meet a large weight."""
+    """Weight stored as [*out, in].
+
+    On a CPU, products of a few rows with a large weight are faster with the weight on the left.
+    """
 
 
 class BlockedParam(nnx.Param):
-    """A weight as [C, in, w], for products of few rows: blocks of w outputs, the last filled up
-    with zeros; `outputs` has their shape."""
+    """Weight stored as [C, in, w].
+
+    This layout is for products of a few rows. It has C blocks of w outputs. The last block is
+    padded with zeros.
+    """
 
     outputs: tuple[int, ...]
+    """Shape of the outputs, without padding."""
 
 
 class SplitParam(nnx.Param):
-    """A weight as [C, in/C, *out], for products of one row, which are the sums of those of its
-    parts."""
+    """Weight stored as [C, in/C, *out].
+
+    This layout is for products of one row. The products of the C parts are added up.
+    """
 
 
 # ---- products
@@ -44,8 +54,11 @@ class SplitParam(nnx.Param):
 def layout_product(
     x: Float[Array, "B T *I"], weight: nnx.Variable, input_axes: int, wide_output: bool = False
 ) -> Float[Array, "B T *O"]:
-    """The product of the last `input_axes` axes of x with a weight [*in, *out], however it lies;
-    `wide_output` keeps it in at least float32."""
+    """Multiplies `x` by a weight in any layout.
+
+    The weight is [*in, *out] in the plain layout. The product sums over the last `input_axes` axes
+    of `x`. With `wide_output` the result is kept in at least float32.
+    """
     kernel, count, dtype = weight[...], x.shape[0] * x.shape[1], _result_dtype(x, wide_output)
     matmul = partial(jnp.matmul, preferred_element_type=dtype)
     if isinstance(weight, BlockedParam):
@@ -59,6 +72,7 @@ def layout_product(
         return result.reshape(*x.shape[:2], *weight.outputs)
     if isinstance(weight, SplitParam):
         output_shape = kernel.shape[2:]
+        # Parts speed up products of a single row only.
         if count == 1:
             operands = x.reshape(len(kernel), -1), kernel.reshape(*kernel.shape[:2], -1)
             result = jnp.einsum("ci,cio->co", *operands, preferred_element_type=dtype)
@@ -67,17 +81,18 @@ def layout_product(
             result = matmul(x.reshape(count, -1), kernel.reshape(-1, math.prod(output_shape)))
         return result.reshape(*x.shape[:2], *output_shape)
     if not isinstance(weight, TransposedParam):
+        # Master weights may have a wider type than the activations.
         return plain_product(x, kernel.astype(x.dtype), input_axes, wide_output)
     rows, flat = x.reshape(count, -1), kernel.reshape(-1, kernel.shape[-1])
     if count >= RIGHT_OPERAND_ROWS:
         return matmul(rows, flat.T).reshape(*x.shape[:2], *kernel.shape[:-1])
-    # Barriers: XLA would fold the transposes into the product, which undoes it.
+    # Without the barriers XLA would fold the transposes into the product, and so undo the layout.
     result = jax.lax.optimization_barrier(matmul(flat, jax.lax.optimization_barrier(rows.T)))
     return result.T.reshape(*x.shape[:2], *kernel.shape[:-1])
 
 
 def _result_dtype(x: Array, wide_output: bool) -> np.dtype:
-    """Type of a product of `x`."""
+    """Returns the result type of a product."""
     return np.promote_types(x.dtype, np.float32) if wide_output else x.dtype
 
 
@@ -99,7 +114,8 @@ def _tensordot_backward(
     input_axes: int, wide_output: bool, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
     x, kernel = residuals
-    gradient = gradient.astype(x.dtype)  # the products of the backward pass are of the model's type
+    # A float32 gradient would make both products float32, which is slow for a bfloat16 model.
+    gradient = gradient.astype(x.dtype)
     row_axes, output_axes = tuple(range(x.ndim - input_axes)), tuple(range(input_axes, kernel.ndim))
     x_gradient = jnp.tensordot(
         gradient, kernel, axes=(tuple(range(len(row_axes), gradient.ndim)), output_axes)
@@ -107,23 +123,22 @@ def _tensordot_backward(
     return x_gradient, jnp.tensordot(x, gradient, axes=(row_axes, row_axes))
 
 
-# The gradient for the kernel is written as [*in, *out]: of what jax.grad makes of it, a transposed
-# product transposed, XLA for CPU copies the larger factor column by column.
+# The custom gradient computes the weight's gradient directly as [*in, *out]. `jax.grad` would
+# transpose a product, for which XLA's CPU backend copies the larger factor column by column.
 plain_product = jax.custom_vjp(_tensordot, nondiff_argnums=(2, 3))
-"""The product of the last axes of x [B T *I] with a weight as it is, [*in, *out]: the twin of all
-layouts."""
+"""Multiplies the last axes of x [B T *I] by a weight in the original layout [*in, *out]."""
 plain_product.defvjp(_tensordot_forward, _tensordot_backward)
 
 
 def wide_product(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
-    """A product that is added up and kept in at least float32."""
+    """Multiplies, with sums in at least float32."""
     kernel = kernel.astype(x.dtype)
-    # JAX's own gradient would multiply float32 with the narrow type.
+    # For narrow types, JAX's own gradient would multiply float32 by the narrow type.
     return jnp.einsum("BTI,IO->BTO", x, kernel) if is_wide(x) else plain_product(x, kernel, 1, True)
 
 
 def is_wide(x: Array) -> bool:
-    """Whether its type is at least float32."""
+    """Whether `x` is float32 or wider."""
     return x.dtype == np.promote_types(x.dtype, np.float32)
 
 
@@ -131,15 +146,17 @@ def is_wide(x: Array) -> bool:
 
 
 def transpose_weight(weight: nnx.Variable, lead_axes: int, input_axes: int) -> TransposedParam:
-    """[lead, *in, *out] as [lead, *out, in]."""
+    """Converts a weight [lead, *in, *out] to [lead, *out, in]."""
     kernel = weight[...]
     flat = kernel.reshape(*kernel.shape[:lead_axes], -1, *kernel.shape[lead_axes + input_axes :])
     return TransposedParam(jnp.moveaxis(flat, lead_axes, -1))
 
 
 def split_weight(weight: nnx.Param, lead_axes: int, input_axes: int) -> nnx.Param:
-    """[lead, *in, *out] as [lead, C, in/C, *out]; as it was where parts do not divide the
-    inputs."""
+    """Converts a weight [lead, *in, *out] to [lead, C, in/C, *out].
+
+    Returns the weight unchanged if `PART_INPUTS` does not divide the number of inputs.
+    """
     kernel = weight[...]
     if math.prod(kernel.shape[lead_axes : lead_axes + input_axes]) % PART_INPUTS:
         return weight
@@ -151,7 +168,7 @@ def split_weight(weight: nnx.Param, lead_axes: int, input_axes: int) -> nnx.Para
 
 
 def block_weight(weight: nnx.Variable, lead_axes: int, input_axes: int) -> BlockedParam:
-    """[lead, *in, *out] as [lead, C, in, w]."""
+    """Converts a weight [lead, *in, *out] to [lead, C, in, w]."""
     kernel = weight[...]
     outputs = kernel.shape[lead_axes + input_axes :]
     flat = kernel.reshape(*kernel.shape[:lead_axes], -1, math.prod(outputs))

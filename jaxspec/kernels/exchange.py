@@ -1,5 +1,8 @@
-"""Rows that go from each member of `expert` to each other, inside a `shard_map` that is manual over
-it."""
+"""All-to-all exchange of rows between expert shards.
+
+Shards are the members of the mesh axis `expert`. The functions run inside a `shard_map` that is
+manual over `expert`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ from jaxspec.mesh import EXPERT, has_gpus_in_scope
 
 
 def all_to_all_counts(counts: Int[Array, " X"]) -> Int[Array, " X"]:
-    """How many rows come from each member, of how many go to each."""
+    """Exchanges row counts: sends one to each member, and returns those received."""
     return lax.all_to_all(counts, EXPERT, 0, 0, tiled=True)
 
 
@@ -18,12 +21,12 @@ def all_to_all_counts(counts: Int[Array, " X"]) -> Int[Array, " X"]:
 def all_to_all_rows(
     rows: Float[Array, "X n D"], send_counts: Int[Array, " X"], receive_counts: Int[Array, " X"]
 ) -> Float[Array, "X n D"]:
-    """The first `send_counts` rows for each member go there; returns what comes from each, of
-    which the first `receive_counts` count.
+    """Exchanges rows between all members.
 
-    On GPUs only those rows travel; elsewhere XLA cannot do that, and all `n` do, the most that
-    there can be.
+    Sends the first `send_counts[x]` rows of `rows[x]` to member x. Returns the rows received from
+    each member. Only the first `receive_counts[x]` rows from member x are meaningful.
     """
+    # XLA has no ragged all-to-all for CPUs, so all `n` rows travel there.
     if not has_gpus_in_scope():
         return lax.all_to_all(rows, EXPERT, 0, 0, tiled=True)
     members, capacity, width = rows.shape
@@ -49,7 +52,7 @@ def _forward(
 def _backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     send_counts, receive_counts = residuals
     row_gradient = all_to_all_rows(gradient, receive_counts, send_counts)
-    # what did not leave has no gradient
+    # Rows that were not sent have no gradient, but on CPUs the exchange returns rows for them too.
     is_sent = jnp.arange(row_gradient.shape[1], dtype=jnp.int32) < send_counts[:, None]
     return jnp.where(is_sent[..., None], row_gradient, 0), None, None
 

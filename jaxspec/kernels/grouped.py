@@ -1,11 +1,11 @@
-"""Feed-forward layers of many experts, of which each token passes through a few: products that cost
-what their tokens cost.
+"""Grouped products of tokens with their experts.
 
-Pairs of a token and one of its experts are sorted by expert, and go through their expert's weights
-in blocks, one after the other, as many as there are. `lax.ragged_dot` does this in one operation,
-but outside TPUs XLA multiplies every row with every expert there: 128 times the products for the
-235B, and 34 GB of temporaries for 4,096 tokens of one layer.
+The cost is proportional to the number of tokens. Pairs of a token and one of its experts are sorted
+by expert. A loop multiplies one block of pairs of the same expert at a time.
 """
+
+# Not `lax.ragged_dot`: outside TPUs XLA multiplies every row by every expert there. For Qwen3 235B
+# that is 128 times the products, and 34 GB of temporaries for 4,096 tokens of one layer.
 
 import functools
 import math
@@ -17,33 +17,38 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+# Fewer pairs do not fill a tile of a product, and more do not make it faster.
 MIN_BLOCK_PAIRS, MAX_BLOCK_PAIRS = 8, 1024
-"""Pairs of a block: fewer do not fill a product's tile, more do not make it faster."""
+"""Smallest and largest number of pairs of a block."""
 
 ExpertWeights = tuple[Float[Array, "*L E D F"], Float[Array, "*L E D F"], Float[Array, "*L E F D"]]
-"""Of the experts' gates, of what is gated, and of the way back; maybe of a stack of L layers."""
+"""Gate, up and down projections of the experts, optionally of a stack of L layers."""
 
 
 class _PairBlocks(NamedTuple):
-    """Pairs by expert, dealt into blocks of one expert each."""
+    """Token-expert pairs in blocks of one expert."""
 
     pair_order: Int[Array, " n"]
-    """Numbers of pairs, those of an expert side by side."""
+    """Indices of the pairs, sorted by expert."""
     expert_starts: Int[Array, " E1"]
-    """Where the pairs of each expert begin in `order`, and where the last one's end."""
+    """Start of each expert's pairs in `pair_order`, and the end of the last expert's."""
     block_size: int
+    """Number of pairs of a block."""
     typical_blocks: int
-    """Blocks that an expert usually has."""
+    """Number of blocks of an expert if tokens are spread evenly."""
 
     @property
     def block_counts(self) -> Int[Array, " E"]:
-        """How many blocks each expert has."""
+        """Number of blocks of each expert."""
         return -(-(self.expert_starts[1:] - self.expert_starts[:-1]) // self.block_size)
 
     def take_block(
         self, expert: Int[Array, ""], index: Int[Array, ""]
     ) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
-        """The pairs of one of an expert's blocks, and which of them there are."""
+        """Returns a block of pairs, and which are valid.
+
+        The last block of an expert may be padded with invalid pairs.
+        """
         positions = (
             self.expert_starts[expert]
             + index * self.block_size
@@ -56,21 +61,23 @@ class _PairBlocks(NamedTuple):
 def _group_pairs(
     expert_ids: Int[Array, "T k"], expert_count: int, expert_shards: int
 ) -> _PairBlocks:
+    """Sorts pairs by expert, in blocks."""
     pair_experts = expert_ids.reshape(-1)
     pair_order = jnp.argsort(pair_experts, stable=True).astype(jnp.int32)
     boundaries = jnp.arange(expert_count + 1, dtype=pair_experts.dtype)
     expert_starts = jnp.searchsorted(
         pair_experts[pair_order], boundaries, method="compare_all"
     ).astype(jnp.int32)
-    # about the pairs that an expert has, as a power of two
+    # Blocks of about the typical number of pairs keep both padding and trip counts low.
     typical_pairs = max(1.0, pair_experts.size / (expert_count * expert_shards))
     block_size = min(max(MIN_BLOCK_PAIRS, 2 ** round(math.log2(typical_pairs))), MAX_BLOCK_PAIRS)
     return _PairBlocks(pair_order, expert_starts, block_size, math.ceil(typical_pairs / block_size))
 
 
 def _loop_with_hint(typical_count: int, count: Int[Array, ""], body: Any, initial: Any) -> Any:
-    """A loop that says in its name how many turns it usually has, since nothing else of a program
-    does."""
+    """Runs a loop, named by its typical trip count."""
+    # `compiled/counts.py` reads the trip count from the name. The program of a dynamic loop does
+    # not state it elsewhere.
     with jax.named_scope(f"usually_{typical_count}_turns"):
         return lax.fori_loop(0, count, body, initial)
 
@@ -83,18 +90,19 @@ def expert_swiglu(
     expert_shards: int = 1,
     layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "T D"]:
-    """The sum of each token's SwiGLU layers (Shazeer, arXiv 2002.05202) with their `weights`, in at
-    least float32.
+    """Computes the weighted sum of each token's experts.
+
+    Experts are SwiGLU layers (Shazeer, arXiv 2002.05202). The sum is in at least float32.
 
     Args:
-      tokens: what passes through.
-      expert_ids: the experts of each token; the number of experts for none.
-      weights: of each of them.
-      experts: gate, up and down; with a part of F, the sum of all parts' results is that of the
-        whole.
-      expert_shards: of so many who hold experts these are one; the others have as many of the
-        pairs.
-      layer: of a stack of layers, whose `experts` have one more axis in front. It has no gradient.
+      tokens: Inputs of the experts.
+      expert_ids: Experts of each token. The number of experts E stands for no expert.
+      weights: Weights of these experts.
+      experts: Gate, up and down projections. With a slice of F, results are partial sums.
+      expert_shards: Number of shards that hold experts. `experts` are those of one shard, which is
+        expected to get its share of the pairs.
+      layer: Index into a stack of layers, whose `experts` have one more leading axis. Results then
+        have no gradient.
     """
     if layer is not None:
         return _run_blocks(tokens, expert_ids, weights, experts, expert_shards, layer)
@@ -109,6 +117,7 @@ def _run_blocks(
     expert_shards: int,
     layer: Int[Array, ""] | None,
 ) -> Array:
+    """Adds up the outputs of all blocks."""
     count, per_token = expert_ids.shape
     local_count = experts[0].shape[-3]
     blocks = _group_pairs(expert_ids, local_count, expert_shards)
@@ -119,13 +128,14 @@ def _run_blocks(
         pairs, valid = blocks.take_block(
             expert, block_index - (block_ends - blocks.block_counts)[expert]
         )
-        # one expert of a stack: a layer of it would be copied with all its experts
+        # Indexes one expert of the stack. Indexing the layer first would copy all its experts.
         index = expert if layer is None else (layer, expert)
         gate, up, down = (weight[index] for weight in experts)
         x = tokens[pairs // per_token]
         outputs = (jax.nn.silu(x @ gate) * (x @ up)) @ down
         share = weights.reshape(-1)[pairs].astype(total.dtype)
-        target_rows = jnp.where(valid, pairs // per_token, count)  # beyond the tokens: dropped
+        # Row `count` is out of bounds, so that the scatter drops the outputs of invalid pairs.
+        target_rows = jnp.where(valid, pairs // per_token, count)
         return total.at[target_rows].add(outputs.astype(total.dtype) * share[:, None], mode="drop")
 
     zeros = jnp.zeros(tokens.shape, np.promote_types(tokens.dtype, np.float32))
@@ -144,7 +154,10 @@ def _backward(
     residuals: tuple[Array, Array, Array, ExpertWeights],
     gradient: Float[Array, "T D"],
 ) -> tuple[Array, None, Array, ExpertWeights]:
-    """Gradients of tokens, weights and experts; what a block's layers were is computed again."""
+    """Computes gradients of tokens, weights and experts.
+
+    Activations of the experts are recomputed, one block at a time.
+    """
     tokens, expert_ids, weights, experts = residuals
     count, per_token = expert_ids.shape
     blocks = _group_pairs(expert_ids, len(experts[0]), expert_shards)
@@ -153,12 +166,14 @@ def _backward(
     def differentiate_expert(sums: tuple[Array, Array], inputs: Any) -> tuple[Any, Any]:
         expert, (gate, up, down) = inputs
 
+        # One expert at a time, so that only one expert's gradients are held in float32.
         def add_block(
             block_index: Int[Array, ""], gradients: tuple[Array, ...]
         ) -> tuple[Array, ...]:
             d_tokens, d_weights, d_gate, d_up, d_down = gradients
             pairs, valid = blocks.take_block(expert, block_index)
-            # what fills the last block up is of other experts' tokens, which may not be finite
+            # Invalid pairs are other experts' tokens, which may not be finite. They must be zero
+            # here, as the weight gradients sum over all pairs of a block.
             x, d_rows = (
                 jnp.where(valid[:, None], rows[pairs // per_token], 0)
                 for rows in (tokens, gradient)

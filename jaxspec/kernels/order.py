@@ -1,11 +1,12 @@
-"""An order among the collectives of one program, for CPUs.
+"""Data dependencies that order collectives on CPUs.
 
-XLA's CPU runtime starts whatever has its inputs. Two collectives side by side it starts in one
-order on all devices, but a loop (or a conditional) counts as started as soon as it waits: a
-collective inside may then run beside one outside, in another order on another device, until all
-threads of the machine wait for each other. So wherever loops have collectives, what comes before
-and after is tied to them by data; `lax.optimization_barrier` is gone by the time a program runs.
+XLA's CPU runtime starts each operation once its inputs exist. A collective inside a loop or
+conditional may therefore run in parallel with one outside. Devices may run the two in different
+orders, and then wait for each other forever. Data dependencies before and after such loops prevent
+this deadlock.
 """
+
+# Not `lax.optimization_barrier`: XLA has removed it by the time the program runs.
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,26 +22,31 @@ from jaxspec.mesh import ROLLOUT_RULES, TENSOR, assign_shardings, has_accelerato
 
 REPLICATED = P()
 ReadySignal = Bool[Array, ""]
-"""True, once something is there."""
+"""True, available only once the arrays that it depends on exist."""
 
 
 def needs_ordering(mesh: Mesh) -> bool:
-    """Whether a program for this mesh must keep the order by itself."""
+    """Whether programs must order their collectives."""
+    # The deadlock is one of XLA's CPU runtime. Accelerators and single devices need no order.
     return mesh.size > 1 and not has_accelerators(mesh)
 
 
 def signal_ready(leaf: Array, spec: P = REPLICATED) -> ReadySignal:
-    """A sign of `leaf`; where `spec` splits it over `tensor`, inside a `shard_map` that is manual
-    over `data`."""
+    """Returns a signal that depends on `leaf`.
+
+    If `spec` splits `leaf` over `tensor`, the caller must be in a `shard_map` that is manual over
+    `data`.
+    """
 
     def signal_shard(shard: Array) -> ReadySignal:
-        # of an integer the compiler knows that it equals itself
+        # The compiler knows that an integer equals itself, but a float may be NaN.
         value = shard[(0,) * shard.ndim].astype(np.float32)
-        return (value == value) | (value != value)  # always; the compiler does not see it
+        # Always true, but the compiler does not simplify it, so that the dependency remains.
+        return (value == value) | (value != value)
 
     if TENSOR not in tuple(spec):
         return signal_shard(leaf)
-    # Each member looks at its own part, and finds what the others find.
+    # Each member reads its own shard. The signal is True on all members, hence replicated.
     shard_spec = P(*(TENSOR if axis == TENSOR else None for axis in spec))
     return shard_map_tensor(signal_shard, shard_spec, P())(leaf)
 
@@ -48,9 +54,13 @@ def signal_ready(leaf: Array, spec: P = REPLICATED) -> ReadySignal:
 def signal_all_ready(
     tree: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]]
 ) -> ReadySignal:
-    """Returns a sign of all leaves of `tree`, which lie as generation reads them."""
+    """Returns a signal that depends on all leaves.
+
+    `axes` are the logical axes of the leaves, which are sharded by `ROLLOUT_RULES`.
+    """
 
     def signal_local(tree: Any) -> ReadySignal:
+        # Empty leaves have no element to depend on.
         return jnp.all(
             jnp.stack([signal_ready(leaf) for leaf in jax.tree.leaves(tree) if leaf.size])
         )
@@ -63,8 +73,10 @@ def signal_all_ready(
 
 
 def order_after(value: Array, signals: list[ReadySignal]) -> Array:
-    """The value with a data dependency on `signals`: what is made of it, collectives included,
-    starts only when the arrays that these were computed of exist."""
+    """Returns `value`, with a data dependency on `signals`.
+
+    Operations on the result, collectives included, start only once the signals are available.
+    """
     return (
         jnp.where(jnp.all(jnp.stack(signals)), value, jnp.zeros_like(value)) if signals else value
     )
@@ -72,8 +84,10 @@ def order_after(value: Array, signals: list[ReadySignal]) -> Array:
 
 @jax.custom_vjp
 def enforce_order(early: tuple[Array, ...], late: Array) -> tuple[tuple[Array, ...], Array]:
-    """All as they are: whatever is made of `late` comes after `early`, and in the backward pass the
-    other way round."""
+    """Orders operations on `late` after `early`; returns both unchanged.
+
+    The backward pass has the reverse order: gradients of `early` wait for that of `late`.
+    """
     return early, order_after(late, list(map(signal_ready, early)))
 
 

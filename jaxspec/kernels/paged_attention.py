@@ -1,9 +1,9 @@
-"""Attention of a block to pages of a cache on NVIDIA Hopper GPUs (Pallas, Mosaic GPU): what
-`attend_cache` does elsewhere in plain JAX.
+"""Attention to a paged cache on Hopper GPUs.
 
-A thread block goes through every n-th page of one row and one head of keys and values, for all
-queries that share that head; a page is copied while the one before it is multiplied. What the
-blocks of a row found is joined afterwards (flash decoding; Dao et al., 2023).
+The kernel is written in Pallas (Mosaic GPU), and `attend_cache` is the equivalent in plain JAX.
+Each thread block reads every n-th page of one row and one KV head, for all queries of that head. It
+copies the next pages while it multiplies the current one. The partial results of a row are merged
+at the end (flash decoding; Dao et al., 2023).
 """
 
 from typing import Any
@@ -17,30 +17,36 @@ from jaxtyping import Array, Float, Int
 from jaxspec.kernels.visible import AttentionMask
 from jaxspec.mesh import TENSOR, device_kind_in_scope, shard_map_tensor
 
+# A product of a warp group has 64 rows.
 TILE_QUERIES = 64
-"""Rows of a product of a warp group: so many queries may share a head of keys and values."""
+"""Largest number of queries that share a KV head."""
+# A tile of swizzled shared memory has 8 rows. Their maximum scores are 32 bytes, as are their sums,
+# and a copy needs at least 16.
 COPY_ROWS = 8
-"""Rows of queries and of results are copied in so many: a tile of swizzled shared memory has as
-many, and their largest scores and sums are 32 bytes, where a copy takes 16 at least."""
+"""Divisor of the number of rows in copies of queries and results."""
 SWIZZLE_LANES = 64
-"""Two-byte numbers of 128 bytes, in which shared memory is swizzled."""
+"""Number of bfloat16 elements in a swizzle of 128 bytes of shared memory."""
+# Shared memory holds two such pages of keys, and their values.
 MAX_PAGE_ELEMENTS = 128 * 128
-"""Numbers of a page's keys of one head that fit shared memory twice, with their values."""
+"""Largest number of elements of the keys of one head in a page."""
+# Two thread blocks for each of the 132 multiprocessors of an H100.
 THREAD_BLOCKS = 264
-"""Thread blocks wanted: two for each multiprocessor of an H100."""
+"""Intended number of thread blocks."""
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def has_hopper_gpus() -> bool:
-    """Whether the devices of the mesh in scope are Hopper GPUs; those of other generations multiply
-    by other instructions."""
+    """Whether the mesh in scope has Hopper GPUs."""
+    # The kernel uses WGMMA instructions, which other generations do not have.
     device_words = device_kind_in_scope().replace("-", " ").split()
     return any(name in device_words for name in HOPPER_NAMES)
 
 
 def supports_shapes(query: Float[Array, "B T M R H"], keys: Float[Array, "... P M H s"]) -> bool:
-    """Whether shapes and types are such that tiles of them can be multiplied: bfloat16, and pages
-    and heads of whole swizzles."""
+    """Whether the kernel supports these shapes and types.
+
+    It needs bfloat16, and page and head sizes that are multiples of a swizzle.
+    """
     _, length, _, shared, size = query.shape
     page_size = keys.shape[-1]
     aligned = (
@@ -59,16 +65,18 @@ def attend_pages(
     table: Int[Array, "B N"],
     mask: AttentionMask,
 ) -> tuple[Float[Array, "B M T R"], Float[Array, "B M T R"], Float[Array, "B M T R H"]]:
-    """Attention that is not yet normalised: largest scores, sums of weights, and weighted values,
-    all float32.
+    """Computes unnormalized attention to each row's pages.
 
     Args:
-      query: scaled.
-      keys: of all layers.
-      values: the same.
-      layer: which one.
-      table: the pages of each row.
-      mask: what each query sees.
+      query: Queries, already scaled.
+      keys: Keys of all layers.
+      values: Values of all layers.
+      layer: Index of the layer.
+      table: Page numbers of each row.
+      mask: Positions that each query sees.
+
+    Returns:
+      Maximum scores, sums of weights, and weighted sums of values, all in float32.
     """
     rows, length, heads, shared, size = query.shape
     page_size, query_count = keys.shape[-1], length * shared
@@ -76,16 +84,17 @@ def attend_pages(
         query.transpose(0, 2, 1, 3, 4).reshape(rows, heads, query_count, size),
         ((0, 0), (0, 0), (0, -query_count % COPY_ROWS), (0, 0)),
     )
-    # Queries beyond those that there are see nothing.
+    # Padding queries have limits of -1, so that they see no position.
     limits = jnp.repeat(jnp.stack([mask.last, mask.query_positions], axis=1), shared, axis=2)
     limits = jnp.pad(limits, ((0, 0), (0, 0), (0, TILE_QUERIES - query_count)), constant_values=-1)
     page_counts = jnp.max(limits, axis=(1, 2)) // page_size + 1
-    pages = jnp.clip(table, 0, keys.shape[1] - 1)  # what a row does not need may be no page
+    # Entries that a row does not need may be beyond the pool, where the kernel must not read.
+    pages = jnp.clip(table, 0, keys.shape[1] - 1)
 
     def run_kernel(*arrays: Array) -> list[Array]:
         return _run_kernel(*arrays, mask=mask)
 
-    # the compiler does not split a kernel by itself
+    # The compiler cannot split a kernel over `tensor`.
     by_head = P(None, TENSOR), P(None, None, TENSOR), P(None, None, TENSOR), P(), P(), P(), P()
     partials = shard_map_tensor(run_kernel, by_head, P(None, TENSOR))(
         query_tile, keys, values, layer[None], pages, limits, page_counts
@@ -102,10 +111,11 @@ def _merge_partitions(
     weight_sums: Float[Array, "B M parts Q"],
     weighted_values: Float[Array, "B M parts Q H"],
 ) -> tuple[Float[Array, "B M Q"], Float[Array, "B M Q"], Float[Array, "B M Q H"]]:
-    """The parts of each row together."""
+    """Merges the partial results of each row."""
     if max_scores.shape[2] == 1:
         return max_scores[:, :, 0], weight_sums[:, :, 0], weighted_values[:, :, 0]
     max_score = jnp.max(max_scores, axis=2, keepdims=True)
+    # A query that sees nothing has -inf everywhere, and -inf - -inf would be NaN.
     scale = jnp.exp(max_scores - jnp.where(max_score == -jnp.inf, 0, max_score))
     return (
         max_score[:, :, 0],
@@ -124,14 +134,17 @@ def _run_kernel(  # noqa: C901, PLR0915 - a kernel is one piece
     page_counts: Int[Array, " B"],
     mask: AttentionMask,
 ) -> list[Array]:
-    """Largest scores, sums of weights and weighted values of each of the parts that a row's pages
-    are dealt into."""
-    # here, since they take half a second to import, which a start on a CPU can do without
+    """Computes partial results for partitions of pages.
+
+    Returns maximum scores, sums of weights, and weighted sums of values.
+    """
+    # Imported here, because the import takes half a second that runs on a CPU need not pay.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows, heads, query_count, size = query.shape
     page_size, accum_dtype = keys.shape[-1], jnp.float32
+    # Splits the pages of a row until there is work for all multiprocessors.
     partitions = max(1, min(pages.shape[1], -(-THREAD_BLOCKS // (rows * heads))))
     prefetch_depth = 2 if size * page_size * 2 > MAX_PAGE_ELEMENTS else 4
 
@@ -153,8 +166,8 @@ def _run_kernel(  # noqa: C901, PLR0915 - a kernel is one piece
         iterations = (
             jnp.maximum(page_counts_ref[row] - partition, 0) + partitions - 1
         ) // partitions
-        # Only real queries are copied in and out: what else the tile holds is masked, and every
-        # row of a product depends on its own query alone.
+        # Copies real queries only. The other rows of the tile are never copied out, and each row of
+        # a product depends on its own query only.
         query_rows = pl.ds(0, query_count)
         plgpu.copy_gmem_to_smem(query_ref.at[row, head], queries.at[query_rows], inputs_ready)
         for number, limit in enumerate(limit_tiles):
@@ -210,13 +223,16 @@ def _run_kernel(  # noqa: C901, PLR0915 - a kernel is one piece
                 ((positions >= mask.first) & (positions <= last)) | is_draft, scores, -jnp.inf
             )
             new_max = jnp.maximum(max_score, scores.max(axis=1))
+            # A query may see none of the page. -inf as base would turn its weights into NaN.
             base = jnp.where(new_max == -jnp.inf, 0.0, new_max)
             rescale = jnp.exp(max_score - base)
             exp_scores = jnp.exp(scores - lax.broadcast_in_dim(base, scores.shape, (0,)))
             weights[...] = exp_scores.astype(weights.dtype)
+            # Makes the weights visible to the next product, which reads shared memory.
             plgpu.commit_smem()
             plgpu.barrier_wait(values_ready.at[buffer])
             products = multiply_tiles(weights, value_pages.at[buffer], (TILE_QUERIES, size))
+            # Only now is the buffer of this page free for another page.
             pl.when(iteration + prefetch_depth < iterations)(
                 lambda: fetch_page(iteration + prefetch_depth)
             )

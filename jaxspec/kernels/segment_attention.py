@@ -1,7 +1,7 @@
-"""Attention of packed texts to the keys that each query sees, block by block.
+"""Flash attention of packed sequences.
 
-This is flash attention (Dao et al., arXiv 2205.14135) in plain JAX: an online softmax over blocks
-of keys, whose scores are computed again in the backward pass instead of being kept.
+This is the algorithm of Dao et al. (arXiv 2205.14135) in plain JAX. An online softmax runs over
+blocks of keys. The backward pass recomputes the scores.
 """
 
 import functools
@@ -15,35 +15,33 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels import tokamax_attention
 
+# Larger blocks multiply faster, and smaller ones compute fewer scores that no query sees.
+# Milliseconds of one CPU thread (AVX-512), forward / forward and backward, in float32, with 8 query
+# heads of size 32 and 4 KV heads. malloc keeps the memory of earlier calls.
+#
+#   block                           32           48           64           96          128
+#   16 texts of 192        11.6 / 34.8  10.5 / 30.4  10.5 / 30.2  10.3 / 31.1  14.1 / 40.7
+#   28 texts of 24 to 192  11.8 / 36.7  11.6 / 35.6  12.5 / 38.0  14.9 / 44.4  18.1 / 53.1
+#   one text of 3072        116 / 349   95.0 / 299   95.4 / 290   90.7 / 272   85.7 / 256
 BLOCK = 48
-"""Queries and keys of a block.
-
-Milliseconds of one thread of a CPU (AVX-512), forward / forward and backward, in float32, where
-8 query heads of size 32 share 4 of keys, and malloc keeps the memory of earlier calls:
-
-  block                           32           48           64           96          128
-  16 texts of 192        11.6 / 34.8  10.5 / 30.4  10.5 / 30.2  10.3 / 31.1  14.1 / 40.7
-  28 texts of 24 to 192  11.8 / 36.7  11.6 / 35.6  12.5 / 38.0  14.9 / 44.4  18.1 / 53.1
-  one text of 3072        116 / 349   95.0 / 299   95.4 / 290   90.7 / 272   85.7 / 256
-
-Larger blocks multiply faster, and smaller ones compute fewer scores that no query sees.
-"""
+"""Number of queries and of keys of a block."""
 
 
 class _QueryTiles(NamedTuple):
-    """Blocks of queries, over which a scan goes; inside it, one block, without the axis C.
+    """Blocks of queries.
 
-    Queries stand in the last axis, so that sums and maxima over keys are sums of whole vectors.
+    A scan reads one block at a time. Inside the scan, fields have no axis C.
     """
 
+    # Queries are the last axis, so that reductions over keys work on whole vectors.
     query: Float[Array, "C M H q"]
-    """A block's columns q are the R heads that share keys, and for each its BLOCK positions."""
+    """Columns q of a block: BLOCK positions for each of the R heads that share keys."""
     first: Int[Array, "C q"]
     last: Int[Array, "C q"]
     start_block: Int[Array, " C"]
-    """The first block of keys that a query of this block sees."""
+    """Index of the first block of keys that a query of this block sees."""
     stop_block: Int[Array, " C"]
-    """The block after the last such one; not above `start` if the queries see nothing."""
+    """Index after the last such block, at most `start_block` if the queries see nothing."""
 
 
 def attend_segments(
@@ -52,18 +50,17 @@ def attend_segments(
     value: Float[Array, "B T M H"],
     first: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
-    """Computes causal softmax attention inside the texts of packed rows.
+    """Computes causal attention within texts.
 
-    By GPU kernels where the mesh in scope has devices that they are written for, and elsewhere by
-    `attend_visible`, which see. Memory is linear in T but for a mask of all pairs on some cards,
-    whose size is bounded (`tokamax_attention`).
+    Uses GPU kernels if they support the devices and shapes, else `attend_visible`. Memory is linear
+    in T. Some cards also need a mask of all pairs, whose size is bounded (`tokamax_attention`).
 
     Args:
-      query: of N = M * R heads.
-      key: finite everywhere.
-      value: one for each key, finite too.
-      first: the first position that each query sees, where its text starts; it does not fall along
-        T and is not beyond the query's own.
+      query: Queries of N = M * R heads.
+      key: Keys, finite everywhere.
+      value: Values, finite everywhere.
+      first: First position that each query sees, where its text starts. It never decreases along
+        T, and is at most the query's own position.
     """
     implementation = tokamax_attention.choose_implementation(query, key)
     if implementation is not None:
@@ -79,24 +76,23 @@ def attend_visible(
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Computes softmax attention of each query to the keys from `first` to `last` of its row.
+    """Computes attention to keys `first` to `last`.
 
-    Memory is linear in T and S. Blocks of keys that no query of a block sees are skipped, so that
-    time follows the lengths of the texts. Gradients pass through both results: a caller may merge
-    other terms into the same softmax by their log-sum-exp.
+    Memory is linear in T and S. Time depends on the lengths of the texts, as blocks of keys that no
+    query sees are skipped. Both results are differentiable. A caller may merge other terms into the
+    same softmax by their log-sum-exp.
 
     Args:
-      query: of N = M * R heads; head n uses head n // R of keys and values. Scores are scaled by
-        H**-0.5 here.
-      key: finite also where nobody sees it, as are the values, because 0 x NaN is NaN.
-      value: one for each key.
-      first: the first position that each query sees.
-      last: the last position that each query sees. A query whose last position comes before its
-        first one sees nothing.
+      query: Queries of N = M * R heads. Head n uses KV head n // R. Scores are scaled by H**-0.5
+        here.
+      key: Keys. They must be finite, even if no query sees them, because 0 x NaN is NaN.
+      value: Values, finite as the keys.
+      first: First position that each query sees.
+      last: Last position that each query sees. If it is before `first`, the query sees nothing.
 
     Returns:
-      The attended values, and the log-sum-exp of the scaled scores in at least float32. They are
-      0 and -inf for a query that sees nothing, whose cotangents are ignored.
+      The attended values, and the log-sum-exp of the scaled scores in at least float32. A query
+      that sees nothing gets 0 and -inf, and its cotangents are ignored.
     """
     return _attend_visible(query, key, value, first, last)
 
@@ -119,7 +115,7 @@ def _forward(
     first: Array,
     last: Array,
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """The results, and what the backward pass needs."""
+    """Computes the results and their residuals."""
     batch, length, heads, _ = query.shape
     kv_heads, accum_dtype = key.shape[2], _accum_dtype(query)
     keys, values = _to_key_blocks(key), _to_key_blocks(value)
@@ -131,7 +127,7 @@ def _forward(
             max_score, weight_sum, weighted_values = state
             scores = _mask_scores(tiles, _take_block(keys, index), index)
             new_max = jnp.maximum(max_score, jnp.max(scores, axis=1))
-            base = jnp.where(new_max == -jnp.inf, 0, new_max)  # -inf less -inf is NaN
+            base = jnp.where(new_max == -jnp.inf, 0, new_max)  # -inf - -inf is NaN
             weights, rescale = jnp.exp(scores - base[:, None]), jnp.exp(max_score - base)
             products = _accum_einsum(
                 "MsH,Msq->MHq", _take_block(values, index), weights.astype(query.dtype)
@@ -149,6 +145,7 @@ def _forward(
         max_score, weight_sum, weighted_values = lax.fori_loop(
             tiles.start_block, tiles.stop_block, add_block, initial
         )
+        # A query that sees nothing gets 0 instead of 0 / 0.
         divisor = jnp.where(weight_sum == 0, 1, weight_sum)
         attended = (weighted_values / divisor[:, None]).astype(query.dtype)
         return None, (attended, max_score + jnp.log(divisor))
@@ -163,17 +160,18 @@ def _backward(
     residuals: tuple[Array, ...],
     cotangents: tuple[Array, Array],
 ) -> tuple[Array | None, ...]:
-    """Gradients, each named d_ and what it is the gradient of.
+    """Computes the gradients (`d_x` is the gradient of `x`).
 
-    d_score = weight * (d_weight - delta + d_log_sum), where delta is the product of the output and
-    its gradient, which equals the sum of weight * d_weight over all keys.
+    d_score = weight * (d_weight - delta + d_log_sum). Here delta is the dot product of the output
+    and its gradient. It equals the sum of weight * d_weight over all keys.
     """
     query, key, value, output, log_sum, first, last = residuals
     batch, length, heads, size = query.shape
     kv_heads, accum_dtype = key.shape[2], _accum_dtype(query)
     keys, values = _to_key_blocks(key), _to_key_blocks(value)
     scale = np.asarray(size**-0.5, accum_dtype)
-    # The gradient of a caller's merge with -inf may be NaN, and 0 x NaN would reach all keys.
+    # If a caller merges a log-sum-exp of -inf, its gradient may be NaN. 0 x NaN would then spread
+    # to all keys.
     has_visible = (first <= last)[..., None]
     d_output = jnp.where(has_visible[..., None], cotangents[0], 0)
     delta = jnp.sum(d_output.astype(accum_dtype) * output.astype(accum_dtype), axis=-1)
@@ -222,7 +220,7 @@ _attend_visible.defvjp(_forward, _backward)
 
 
 def _accum_dtype(array: Array) -> np.dtype:
-    """The type of scores and sums."""
+    """Returns the type of scores and sums."""
     return np.promote_types(array.dtype, np.float32)
 
 
@@ -235,7 +233,7 @@ def _mask_scores(
     key_block: Float[Array, "M s H"],
     index: Array,
 ) -> Float[Array, "M s q"]:
-    """Scaled scores of a block of keys; -inf where a query does not see a key."""
+    """Computes scaled scores, -inf for keys not seen."""
     scores = _accum_einsum("MsH,MHq->Msq", key_block, tiles.query)
     scores = scores * np.asarray(key_block.shape[-1] ** -0.5, scores.dtype)
     positions = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[:, None]
@@ -251,7 +249,8 @@ def _add_to_block(
     index: Array,
     update: Float[Array, "M s H"],
 ) -> Float[Array, "c M s H"]:
-    """Adds to one block; inside a loop, XLA does so in place."""
+    """Adds `update` to one block."""
+    # Inside a loop, XLA updates `blocks` in place.
     return lax.dynamic_update_index_in_dim(blocks, _take_block(blocks, index) + update, index, 0)
 
 
@@ -261,10 +260,12 @@ def _make_tiles(
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> _QueryTiles:
+    """Splits queries and their limits into blocks."""
     _, length, heads, _ = query.shape
     batch, key_length, kv_heads, _ = key.shape
     padding = -length % BLOCK
-    # The rows' blocks of keys stand one after the other, and positions are counted through them.
+    # Key blocks of all rows form one sequence, and positions are counted through it. Each row is
+    # padded to whole blocks, so that no block has keys of two rows.
     row_length = key_length + -key_length % BLOCK
     row_offsets = jnp.arange(batch, dtype=jnp.int32)[:, None] * row_length
     end_position = batch * row_length
@@ -273,19 +274,19 @@ def _make_tiles(
         shifted = positions.astype(jnp.int32) + row_offsets
         return jnp.pad(shifted, ((0, 0), (0, padding)), constant_values=fill).reshape(-1, BLOCK)
 
-    # Queries of the padding see nothing.
+    # Padding queries see nothing, as their `first` is after their `last`.
     first, last = to_blocks(first, end_position), to_blocks(last, -1)
     has_visible = first <= last
     start_block = jnp.min(jnp.where(has_visible, first, end_position), axis=1) // BLOCK
     stop_block = jnp.max(jnp.where(has_visible, last, -1), axis=1) // BLOCK + 1
-    # Repeated for the heads here: a repeat inside the loops kept the mask from being vectorised,
-    # and took half of all time.
+    # Repeats the limits for the heads here. Inside the loops, the repeat prevented XLA from
+    # vectorizing the mask, and took half of the total time.
     first, last = (jnp.tile(leaf, (1, heads // kv_heads)) for leaf in (first, last))
     return _QueryTiles(_to_tiles(query, kv_heads), first, last, start_block, stop_block)
 
 
 def _to_tiles(array: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "C M H q"]:
-    """Blocks of queries of all rows; each row is padded with 0."""
+    """Splits padded rows of queries into blocks."""
     _, length, heads, size = array.shape
     padded = jnp.pad(array, ((0, 0), (0, -length % BLOCK), (0, 0), (0, 0)))
     by_head = padded.reshape(-1, BLOCK, kv_heads, heads // kv_heads, size)
@@ -304,7 +305,7 @@ def _from_tiles(
 
 
 def _to_key_blocks(array: Float[Array, "B T M H"]) -> Float[Array, "c M s H"]:
-    """Blocks of keys or values of all rows; each row is padded with 0."""
+    """Splits padded rows of keys or values into blocks."""
     _, length, kv_heads, size = array.shape
     padded = jnp.pad(array, ((0, 0), (0, -length % BLOCK), (0, 0), (0, 0)))
     return padded.reshape(-1, BLOCK, kv_heads, size).swapaxes(1, 2)

@@ -1,8 +1,7 @@
-"""Causal attention of packed texts on NVIDIA GPUs by the kernels of tokamax: what `attend_visible`
-does elsewhere in plain JAX.
+"""Causal attention by tokamax's kernels for NVIDIA GPUs.
 
-All that is known here of tokamax's private parts stands in this file; `pyproject.toml` pins the
-releases that have them.
+`attend_visible` is the equivalent in plain JAX. Only this file uses private modules of tokamax, and
+`pyproject.toml` pins the releases that have them.
 """
 
 import functools
@@ -19,40 +18,46 @@ from jaxtyping import Array, Float, Int
 from jaxspec.mesh import TENSOR, device_kind_in_scope, has_gpus_in_scope, shard_map_tensor
 
 MOSAIC, TRITON = "mosaic_gpu", "triton"
+# On Blackwell, heads of 256 do not fit the shared memory of the backward kernel.
 MAX_HEAD_SIZE = 128
-"""Larger heads do not fit the shared memory of the backward kernel on Blackwell (from 256 on)."""
+"""Largest head size for which the kernels are used."""
+# Their backward pass reads a mask of all pairs of positions, which takes 576 MiB at this length.
+# Micro-batches are shorter.
 MAX_TRITON_LENGTH = 24576
-"""Positions up to which Triton's kernels are taken, more than a micro-batch has: their backward
-pass reads a mask of all pairs (here 576 MiB)."""
+"""Largest number of positions for which the Triton kernels are used."""
 
 
 class _Tokamax(NamedTuple):
+    """Private objects of tokamax."""
+
+    # The exported function would silently fall back to an implementation that holds all scores.
     implementations: Any
-    """By name. What tokamax exports goes by the name `mosaic` and would fall back, unasked, to all
-    scores at once."""
+    """Attention implementations by name."""
+    # Only this class can state where a query's text starts. The exported function does not take it.
     mask: Any
-    """Its mask class, which what tokamax exports cannot be given: the only way to say where a
-    query's text starts."""
+    """Class of attention masks."""
 
 
 @functools.cache
 def _import_tokamax() -> _Tokamax | None:
-    """None where it is not installed. It is imported when first wanted: that takes seconds, and on
-    a CPU nobody needs it."""
+    """Imports tokamax on first use.
+
+    Returns None and warns if the import fails.
+    """
+    # The import takes seconds, which a run on a CPU should not pay.
     try:
         from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         message = (
-            "the learner's attention runs in plain JAX, without GPU kernels: those of tokamax,"
-            " which the extras cuda12 and cuda13"
+            "the learner's attention runs in plain JAX, without GPU kernels: cannot import tokamax"
         )
         warnings.warn(
-            f"{message} bring where Python is 3.12 or newer, cannot be imported ({error})",
+            f"{message} ({error}); install the extra cuda12 or cuda13 with Python 3.12 or newer",
             stacklevel=2,
         )
         return None
-    # It writes a warning of a page for each shape that it has not timed on this card, at every
-    # trace.
+    # Without the filter, each trace logs a page-long warning for every shape that tokamax has not
+    # timed on this card.
     logging.getLogger("absl").addFilter(
         lambda record: not record.getMessage().startswith("Autotuning cache miss")
     )
@@ -62,25 +67,28 @@ def _import_tokamax() -> _Tokamax | None:
 def choose_implementation(
     query: Float[Array, "B T N H"], key: Float[Array, "B T M H"]
 ) -> str | None:
-    """The kernels that attend on the GPUs of the mesh in scope; None: none do."""
+    """Chooses kernels for the mesh in scope.
+
+    Returns the name of an implementation, or None if none supports these shapes and GPUs.
+    """
     if not has_gpus_in_scope():
         return None
     mesh = jax.sharding.get_abstract_mesh()
-    # Neither is split by itself: other axes than `tensor` must be manual here, and a head's queries
-    # stay with its keys.
+    # The compiler cannot split a kernel. Mesh axes other than `tensor` must therefore be manual
+    # here, and `tensor` must divide the KV heads, as queries need their keys on the same device.
     split_axes = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
     splits_by_head = split_axes.keys() <= {TENSOR} and key.shape[2] % split_axes.get(TENSOR, 1) == 0
     if not splits_by_head or query.dtype != jnp.bfloat16 or query.shape[-1] > MAX_HEAD_SIZE:
         return None
-    # Kernels are written for a generation, and tokamax asks the default device for its own.
+    # Each kernel is for one GPU generation, and tokamax looks at the default device only.
     default = backend.get_default_device()
     if default.device_kind != device_kind_in_scope():
         return None
     capability = float(default.compute_capability)
     if 9 <= capability < 11:
         implementation = MOSAIC
-    # On Ampere, Ada and the small Blackwell cards Mosaic's kernels have no backward pass; before
-    # them, there is no bfloat16.
+    # On Ampere, Ada and small Blackwell cards the Mosaic kernels have no backward pass. Older cards
+    # (below 8) have no bfloat16.
     elif capability >= 8 and query.shape[1] <= MAX_TRITON_LENGTH:
         implementation = TRITON
     else:
@@ -96,13 +104,14 @@ def attend_causal(
     first: Int[Array, "B T"],
     implementation: str,
 ) -> Float[Array, "B T N H"]:
-    """Attention of each query to the keys from `first` to its own position, by one of tokamax's
-    implementations.
+    """Computes causal attention within texts.
 
-    Gradients pass through it; a log-sum-exp would come without one, so it is not offered.
+    Each query attends to the keys from `first` to its own position. The result is differentiable.
+    `implementation` comes from `choose_implementation`.
     """
+    # Does not return the log-sum-exp, as tokamax computes no gradient for it.
     tokamax = _import_tokamax()
-    assert tokamax is not None, "whoever names an implementation has found it"
+    assert tokamax is not None, "choose_implementation names none without tokamax"
 
     def run_kernel(query: Array, key: Array, value: Array, first: Array) -> Array:
         mask = tokamax.mask(k_start=first[:, None], is_causal=True)

@@ -1,4 +1,4 @@
-"""Which positions of a cache the queries of a block see."""
+"""Attention masks over the positions of a cache."""
 
 from typing import NamedTuple
 
@@ -6,18 +6,23 @@ from jaxtyping import Array, Bool, Int
 
 
 class AttentionMask(NamedTuple):
-    """The positions of its row that each query sees: `first` to `last`, and of those after `last`
-    its own and every `period`-th before it."""
+    """Positions that each query sees in its row.
+
+    A query sees `first` to `last`. After `last` it sees its own position and every `period`-th one
+    before it.
+    """
 
     first: int
     last: Int[Array, "B T"]
     query_positions: Int[Array, "B T"]
     period: int = 1
+    """Distance between the draft positions that a query sees."""
 
     def is_visible(self, positions: Int[Array, " C"]) -> Bool[Array, "B T C"]:
-        """Whether each query sees each of the numbered positions."""
+        """Whether each query sees each position."""
         query_positions, last = self.query_positions[:, :, None], self.last[:, :, None]
         is_draft = (positions > last) & (positions <= query_positions)
+        # `period` and `first` are static, so common masks skip these comparisons.
         if self.period > 1:
             is_draft &= (query_positions - positions) % self.period == 0
         is_committed = positions <= last
@@ -25,5 +30,5 @@ class AttentionMask(NamedTuple):
 
 
 def causal_mask(positions: Int[Array, "B T"]) -> AttentionMask:
-    """All positions up to a query's own."""
+    """Makes a causal mask."""
     return AttentionMask(0, positions, positions)

@@ -1,4 +1,4 @@
-"""Grouped-query attention of a block to the live part of a cache."""
+"""Grouped-query attention to a KV cache."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,22 +14,22 @@ from jaxspec.kernels.visible import AttentionMask
 from jaxspec.models.cache import KVCache, LayerIndex
 
 BLOCK = 512
-"""Positions of a cache that are looked at together; of longer caches, only as many blocks as the
-longest row needs."""
+"""Largest number of cache positions attended to at once, unless a page or chunk is larger."""
 
-
+# Tiles bound the memory of scores, which for a long prompt would take more than its cache.
+# Time and temporaries of prefill in one tile / in several (one CPU core, 4 layers, 8 heads of 16,
+# float32):
+#
+#   prompts              ms             MB
+#   32 of 192         201 / 148       84 / 52
+#   16 of 512         585 / 535      272 / 86
+#   2 of 4,096      4,182 / 1,971    275 / 88
 TILE_QUERIES, MIN_ROW_QUERIES = 2048, 128
-"""Queries of all rows, and of one row at least, whose scores are there at once: those of a long
-prompt would take more than its cache.
-
-Milliseconds in which a CPU's core reads prompts in one piece / in several, and MB of temporaries (4
-layers, 8 heads of 16, float32): 32 of 64 the same program; 32 of 192 201 / 148, 84 / 52; 16 of 512
-585 / 535, 272 / 86; 2 of 4,096 4,182 / 1,971, 275 / 88.
-"""
+"""Limit of queries of a tile over all rows, and the smallest limit for a single row."""
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some positions, not yet normalised."""
+    """Unnormalized attention over a subset of positions."""
 
     max_score: Float[Array, "B M T R"]
     weight_sum: Float[Array, "B M T R"]
@@ -39,19 +39,22 @@ class PartialAttention(NamedTuple):
 def attend_cache(
     query: Float[Array, "B T N H"], cache: KVCache, layer: LayerIndex, mask: AttentionMask
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of a block to what its rows have in the cache; scores are normalised in at
-    least float32.
+    """Computes attention of a block to the cache.
 
-    A long block, that of a prompt, is gone through in pieces, so that its memory is linear in its
-    length; each piece reads the cache as far as its own queries see.
+    The softmax is in at least float32. Memory is linear in the length of the block.
     """
+    # A long block, such as a prompt, is split into tiles. Each tile reads the cache only as far as
+    # its own queries see.
     rows, length, *heads = query.shape
     tile_count = -(-length // max(MIN_ROW_QUERIES, TILE_QUERIES // rows))
     if tile_count == 1:
         return _attend_tile(query, cache, layer, mask)
 
     def to_tiles(leaf: Array, pad_mode: str) -> Array:
-        """Pieces as a first axis; the last one is filled up with what nobody reads."""
+        """Splits positions into tiles.
+
+        Tiles are a new first axis. Results at padded positions are dropped.
+        """
         padded = jnp.pad(
             leaf, [(0, 0), (0, -length % tile_count), *[(0, 0)] * (leaf.ndim - 2)], mode=pad_mode
         )
@@ -76,8 +79,9 @@ def attend_cache(
 def _attend_tile(
     query: Float[Array, "B T N H"], cache: KVCache, layer: LayerIndex, mask: AttentionMask
 ) -> Float[Array, "B T N H"]:
-    """Attention of a block that is short enough to be one piece."""
+    """Computes attention of a single tile."""
     rows, length, heads, size = query.shape
+    # Scales the queries, of which there are fewer than scores.
     grouped = (query * size**-0.5).reshape(rows, length, cache.kv_heads, -1, size)
     partial = cache.layout.attend(grouped, cache, layer, mask)
     attended = (partial.weighted_values / partial.weight_sum[..., None]).astype(query.dtype)
@@ -91,16 +95,18 @@ def attend_in_blocks(
     row_length: int,
     alignment: int,
 ) -> PartialAttention:
-    """Attention at a cost that follows the longest row: longer caches are gone through in blocks,
-    with an online softmax (Milakov & Gimelshein, arXiv 1805.02867).
+    """Computes attention block by block.
+
+    Blocks beyond the longest row are skipped. Blocks are merged by an online softmax (Milakov &
+    Gimelshein, arXiv 1805.02867).
 
     Args:
-      grouped: scaled queries, by the head of keys that they share.
+      grouped: Scaled queries, grouped by the KV head that they share.
       read_positions: (first, count) -> keys, values and their positions, as in
         `CacheLayout.read_positions`.
-      mask: what each query sees.
-      row_length: positions of a row.
-      alignment: positions that only come together.
+      mask: Positions that each query sees.
+      row_length: Number of positions of a row.
+      alignment: Positions of a page or chunk. Blocks are multiples of it.
     """
     block_length = row_length if row_length <= BLOCK else alignment * max(1, BLOCK // alignment)
     accum_dtype = np.promote_types(grouped.dtype, np.float32)
@@ -109,10 +115,12 @@ def attend_in_blocks(
         keys, values, positions = read_positions(first, block_length)
         scores = key_scores(grouped, keys, accum_dtype)
         allowed = mask.is_visible(positions)
+        # The last block of a row may also read positions before `first`, which other blocks cover.
         if block_length < row_length:
             allowed &= positions >= first
         scores = jnp.where(allowed[:, None, :, None], scores, -jnp.inf)
         max_score = jnp.max(scores, axis=-1)
+        # A query may see none of the block. Its maximum is then -inf, and -inf - -inf is NaN.
         weights = jnp.exp(scores - jnp.where(max_score == -jnp.inf, 0, max_score)[..., None])
         chunked_weights = weights.astype(values.dtype).reshape(
             *weights.shape[:-1], values.shape[1], -1
@@ -142,7 +150,7 @@ def attend_in_blocks(
 
     if block_length == row_length:
         return attend_block(0)
-    # The first block joins an empty part: its own code would be compiled once more.
+    # Merges the first block into an empty result too, so that `attend_block` is compiled once only.
     empty = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(attend_block, jnp.int32(0))
     )

@@ -1,9 +1,11 @@
-"""Keys and values of earlier positions, numbered by position in the text, so that a rejected token
-is simply overwritten by the next block.
+"""KV cache, indexed by position in the text.
 
-A `CacheLayout` says where the positions of a row lie. There are two: `contiguous.py` and
+A `CacheLayout` maps the positions of a row to memory. There are two layouts: `contiguous.py` and
 `paged.py`.
 """
+
+# Entries of rejected tokens need no cleanup: the next block has the same positions, and overwrites
+# them.
 
 import dataclasses
 from collections.abc import Callable
@@ -18,44 +20,42 @@ from jaxspec.kernels.key_chunks import split_heads
 from jaxspec.state import Tree, pytree
 
 LayerIndex = int | Int[Array, ""]
-"""Place of a layer: static where each layer has an array of its own, traced where layers are
-stacked and scanned."""
+"""Index of a layer: static if each layer has its own array, traced if layers are stacked."""
 
 
 class PromptCopy(NamedTuple):
-    """Where the entries of a prompt go when a row of its group gets a slot."""
+    """Arguments of copying a prompt to a slot."""
 
     slot: Int[Array, ""]
     prompt: Int[Array, ""]
     destination_pages: Int[Array, " n"]
-    """Pages that the row writes to, and which begin as copies; beyond the pool: no page."""
+    """Pages that the row will write to. A number beyond the pool stands for no page."""
     source_pages: Int[Array, " n"]
-    """The prompt's pages that they are copies of."""
+    """Pages of the prompt that are copied to `destination_pages`."""
 
 
 class CacheAddresses(NamedTuple):
-    """Where the positions of a block lie, in every layer alike."""
+    """Addresses of a block, for all layers."""
 
     pages: Int[Array, "B T"] | None
-    """None: row b has page b."""
+    """Page of each position; None if row b has page b."""
     offsets: Int[Array, "B T"]
-    """Positions in these pages."""
+    """Offset of each position in its page."""
 
 
 class CacheLayout(NamedTuple):
     """A cache as pure functions over its arrays.
 
-    locate_positions(cache, positions) -> the places of each row's own positions; what lies
-      beyond a row has none
-    read_positions(cache, layer, first, count) -> keys [B M n H s] and values [B m M t H] of some
-      n x s = m x t of each row's positions, and the numbers of these. `first` is a multiple of
-      `count`, and that one of the positions that only come together; where fewer are left at the
-      end of a row, positions before `first` come along
-    attend(grouped queries, cache, layer, mask) -> attention that is not yet normalised
-    copy_prompt(cache, copy, prompts) -> cache with a prompt's entries where a row of its
-      group begins
-    take_rows(cache, rows) -> the cache of some of the rows
-    write_rows(cache, rows, row_cache) -> the cache with these rows put back
+    locate_positions(cache, positions) -> addresses of the positions of each row. Positions
+      beyond the row are out of bounds.
+    read_positions(cache, layer, first, count) -> keys [B M n H s], values [B m M t H] and position
+      numbers. They have n x s = m x t positions. `first` is a multiple of `count`, and `count` of
+      the size of a page or chunk. If fewer positions are left in the row, positions before `first`
+      are also read.
+    attend(grouped queries, cache, layer, mask) -> attention, not yet normalized.
+    copy_prompt(cache, copy, prompts) -> the cache, with a prompt copied to the start of a row.
+    take_rows(cache, rows) -> the cache of the selected rows.
+    write_rows(cache, rows, row_cache) -> the cache, with the selected rows written back.
     """
 
     locate_positions: Callable[["KVCache", Int[Array, "B T"]], CacheAddresses]
@@ -68,49 +68,55 @@ class CacheLayout(NamedTuple):
 
 @pytree
 class KVCache(Tree):
-    """Keys and values of all layers. Both products of attention read them as they lie: keys by
-    position, values by feature."""
+    """Keys and values of all layers."""
 
+    # Positions are the last axis of keys and features that of values. Both products of attention
+    # can then read them without a transpose.
     keys: Any
-    """A tuple of arrays [P M*C H w], one a layer, or one array [L P M*C H w] of all: P pages of C
-    chunks of w positions each. A page of a contiguous cache is a whole row."""
+    """Tuple of arrays [P M*C H w], one per layer, or one array [L P M*C H w].
+
+    There are P pages of C chunks of w positions each. A page of a contiguous cache is a whole row.
+    """
     values: Any
-    """The same as [P M s H], of the s = C*w positions of a page."""
+    """Like `keys`, but [P M s H], with the s = C*w positions of a page."""
     table: Int[Array, "B N"]
-    """The pages of each row, in order of its positions; of no row where pages are not in use."""
+    """Pages of each row, in order of its positions; empty if no table is used."""
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
 
     @property
     def _values_shape(self) -> tuple[int, ...]:
-        """Of values, also where the tree holds shapes instead of arrays."""
+        """Shape of values, of one layer or stacked."""
+        # `leaves` also works if the tree holds shapes instead of arrays.
         return jax.tree.leaves(self.values)[0].shape
 
     @property
     def page_size(self) -> int:
-        """Positions of a page."""
+        """Number of positions of a page."""
         return self._values_shape[-2]
 
     @property
     def page_count(self) -> int:
-        """How many there are."""
+        """Number of pages."""
         return self._values_shape[-4]
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self._values_shape[-3]
 
 
 def no_table() -> Int[Array, "B N"]:
-    """The table of a cache whose pages are not in use."""
+    """Returns an empty page table."""
     return jnp.zeros((0, 0), jnp.int32)
 
 
 def locate_block(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
-    """Returns where a block is written, for all layers of a pass; positions beyond a row are
-    dropped."""
-    # XLA makes a slice update of a single write, repeats it for who reads the cache, and copies it
-    # in between
+    """Returns the addresses of a block.
+
+    Positions beyond a row get addresses to which nothing is written.
+    """
+    # XLA would turn a single write into a slice update. It would then repeat the update for each
+    # reader of the cache, with a copy in between. A second write that is dropped prevents this.
     if positions.size == 1:
         dropped = jnp.full_like(positions, jnp.iinfo(positions.dtype).max)
         positions = jnp.concatenate([positions, dropped], axis=1)
@@ -124,22 +130,25 @@ def write_block(
     keys: Float[Array, "B T M H"],
     values: Float[Array, "B T M H"],
 ) -> KVCache:
-    """Writes keys and values of a block where `locate_block` says, in place inside a loop.
+    """Writes keys and values of a block.
 
-    A key is stored as NaN where it or its value is not finite, so that every query that may attend
-    to it fails; such a value is stored as 0, because masked weights are 0 and 0 x NaN is NaN: a
-    token that is drafted and rejected cannot harm those before it.
+    `addresses` are those of `locate_block`. If a key or its value is not finite, the key is stored
+    as NaN and the value as 0.
     """
     pages, offsets = addresses
+    # `locate_block` added a dropped write to a single position.
     if keys.shape[1] < offsets.shape[1]:
         keys, values = (jnp.concatenate([leaf, leaf], axis=1) for leaf in (keys, values))
+    # With a NaN key, every query that may attend to it fails, so that the error is noticed. A NaN
+    # value would also reach queries that do not see it, as their weight is 0 and 0 x NaN is NaN. A
+    # draft token that is rejected must not affect the tokens before it.
     finite = jnp.isfinite(values)
     keys = jnp.where(finite & jnp.isfinite(keys), keys, jnp.nan)
     values = jnp.where(finite, values, 0)
     width = cache.keys[0].shape[-1]
 
     def write_keys(pool: Array, layer: LayerIndex) -> Array:
-        # a position before the text lies in no lane
+        # `lax.rem` of a negative position is negative, so that writes before the text are dropped.
         axis_indices = {
             3: lax.div(offsets, jnp.int32(width)),
             5: lax.rem(offsets, jnp.int32(width)),
@@ -163,14 +172,22 @@ def scatter_block(
     axis_indices: dict[int, Int[Array, "B T"]],
     block: Float[Array, "B T M H"],
 ) -> Array:
-    """Writes a block to places of [L P ...] that are given by axis; `pages` None: row b has page b.
-    A scatter with batching dimensions needs no collective when rows are sharded."""
+    """Writes a block to an array [L P ...].
+
+    Args:
+      pool: Array of all layers and pages.
+      layer: Index of the layer.
+      pages: Page of each position; None if row b has page b.
+      axis_indices: Indices of each position, by axis of `pool`.
+      block: Keys or values to write.
+    """
     by_axis = {
         0: jnp.zeros_like(axis_indices[max(axis_indices)]) + layer,
         **({} if pages is None else {1: pages}),
         **axis_indices,
     }
     axes = tuple(by_axis)
+    # Rows as a batching dimension need no collective if they are sharded.
     batch_dims: dict[str, Any] = (
         {"operand_batching_dims": (1,), "scatter_indices_batching_dims": (0,)}
         if pages is None
@@ -195,7 +212,7 @@ def scatter_block(
 
 
 def position_range(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
-    """`count` positions from the first on."""
+    """Returns `count` consecutive positions, starting at `first`."""
     return first + jnp.arange(count, dtype=jnp.int32)
 
 
@@ -205,15 +222,18 @@ def position_range(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
 def update_layer(
     arrays: Any, layer: LayerIndex, update: Callable[[Array, LayerIndex], Array]
 ) -> Any:
-    """All layers' arrays with one of them changed."""
+    """Updates the array of one layer."""
     if not isinstance(arrays, tuple):
         return update(arrays, layer)
-    assert isinstance(layer, int), "layers that have arrays of their own are not scanned"
+    assert isinstance(layer, int), "a layer's index must be static if layers are not stacked"
     return (*arrays[:layer], update(arrays[layer][None], 0)[0], *arrays[layer + 1 :])
 
 
 def split_layers(cache: KVCache) -> list[KVCache]:
-    """A cache for each layer, whose place in it is 0."""
+    """Splits a cache into one per layer.
+
+    The layer has index 0 in its cache.
+    """
     return [
         cache.replace(keys=(keys,), values=(values,))
         for keys, values in zip(cache.keys, cache.values, strict=True)
@@ -221,7 +241,7 @@ def split_layers(cache: KVCache) -> list[KVCache]:
 
 
 def join_layers(caches: list[KVCache]) -> KVCache:
-    """The cache that they are parts of."""
+    """Joins the caches of `split_layers`."""
     return caches[0].replace(
         keys=sum((cache.keys for cache in caches), ()),
         values=sum((cache.values for cache in caches), ()),
@@ -229,15 +249,20 @@ def join_layers(caches: list[KVCache]) -> KVCache:
 
 
 def map_layers(function: Any, *pools: Any) -> Any:
-    """Maps the arrays of all layers; `function` gets, before them, how many axes stand before the
-    pages."""
+    """Maps a function over all layers.
+
+    Its first argument is the axis of the pages: 0, or 1 if layers are stacked.
+    """
     if isinstance(pools[0], tuple):
         return tuple(function(0, *layer_pools) for layer_pools in zip(*pools, strict=True))
     return function(1, *pools)
 
 
 def map_keys_values(function: Any, *caches: KVCache) -> KVCache:
-    """Maps keys, and values, of all layers; the rest is that of the first cache."""
+    """Maps a function over keys and values.
+
+    Table and layout of the result are those of the first cache.
+    """
     return caches[0].replace(
         keys=map_layers(function, *(cache.keys for cache in caches)),
         values=map_layers(function, *(cache.values for cache in caches)),
@@ -247,7 +272,10 @@ def map_keys_values(function: Any, *caches: KVCache) -> KVCache:
 def empty_cache_like(
     cache: KVCache, pages: int, chunks: int, width: int, layout: CacheLayout
 ) -> KVCache:
-    """Zeros for the same layers and heads in other pages, which are not in use."""
+    """Returns a cache of zeros with other pages.
+
+    Layers and heads are those of `cache`. The result has no table.
+    """
     heads, size = cache.kv_heads, cache.values[0].shape[-1]
     keys, values = (pages, heads * chunks, size, width), (pages, heads, chunks * width, size)
 

@@ -1,4 +1,7 @@
-"""The contiguous layout: row b of a cache is page b, as long as a row can be."""
+"""Contiguous cache layout: row b is page b.
+
+A page has as many positions as a row can have.
+"""
 
 from functools import partial
 from typing import Any
@@ -33,7 +36,7 @@ def empty_cache(
     dtype: jnp.dtype,
     stacked: bool = False,
 ) -> KVCache:
-    """A cache of zeros, of rows in one chunk."""
+    """Returns a cache of zeros without chunks."""
 
     def zeros(*page: int) -> Any:
         shape = (rows, kv_heads, *page)
@@ -52,8 +55,11 @@ def empty_cache(
 
 
 def empty_rows(cache: KVCache, rows: int, positions: int, chunk: int = 0) -> KVCache:
-    """A cache of zeros like another, of rows with at least so many positions, in chunks where that
-    is faster; 0: in one."""
+    """Returns a cache of zeros with new rows.
+
+    Layers and heads are those of `cache`. Rows have at least `positions` positions, in chunks of
+    `chunk` if that is faster. With `chunk` 0 they have a single chunk.
+    """
     pool = cache.values[0]
     layer_bytes = rows * cache.kv_heads * positions * pool.shape[-1] * pool.dtype.itemsize
     chunks = choose_chunks(positions, layer_bytes, chunk)
@@ -61,8 +67,10 @@ def empty_rows(cache: KVCache, rows: int, positions: int, chunk: int = 0) -> KVC
 
 
 def expand_prompts(prompts: KVCache, group_size: int, positions: int, chunk: int = 0) -> KVCache:
-    """A row as of `empty_rows` for each of the `group_size` rows of a group, with a copy of its
-    prompt's entries."""
+    """Repeats each prompt for the rows of its group.
+
+    The result has the layout of `empty_rows`.
+    """
     kv_heads = prompts.kv_heads
     rows = empty_rows(prompts, group_size * prompts.page_count, positions, chunk)
 
@@ -87,13 +95,16 @@ def expand_prompts(prompts: KVCache, group_size: int, positions: int, chunk: int
 
 
 def block_alignment(cache: KVCache) -> int:
-    """Positions that only come together: those of one of several chunks."""
+    """Returns the number of positions read together.
+
+    That is the width of a chunk, or 1 if rows have a single chunk.
+    """
     width = cache.keys[0].shape[-1]
     return width if width < cache.page_size else 1
 
 
 def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
-    """See `CacheLayout`; a table of one column names the row of each text."""
+    """See `CacheLayout`. A table, if any, has one column: the page of each text."""
     rows = jnp.broadcast_to(cache.table, positions.shape) if cache.table.size else None
     return CacheAddresses(rows, positions)
 
@@ -109,7 +120,9 @@ def read_positions(
         0,
     )
     if count < size:
+        # Near the end of a row, the slice also covers positions before `first`.
         first_position = jnp.minimum(first, size - count)
+        # A single chunk is sliced by position, several by chunk.
         axis = 4 if keys.shape[2] == 1 else 2
         keys = lax.dynamic_slice_in_dim(keys, first_position // alignment, count // alignment, axis)
         values = lax.dynamic_slice_in_dim(values, first_position, count, 2)
@@ -133,8 +146,9 @@ def attend(
 
 
 def copy_prompt(cache: KVCache, copy: PromptCopy, prompts: KVCache) -> KVCache:
-    """Copies a prompt's entries to the beginning of a row; the keys of the rest of its last chunk
-    become zeros, which nobody sees."""
+    """Copies a prompt to the beginning of a row."""
+    # This also sets the rest of the prompt's last chunk to zeros. No query sees those positions
+    # before they are written.
     row, prompt = copy.slot, copy.prompt
 
     def write_row(pool: Array, lead: int, source: Array) -> Array:

@@ -1,5 +1,4 @@
-"""The policy: a decoder of the Qwen and Llama families, used for prefill, verification, logprobs
-and training alike."""
+"""The policy network: a decoder of the Qwen and Llama families."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,50 +35,53 @@ from jaxspec.models.rope import RotaryTable, rotary_table, rotate_heads
 
 
 class DecoderOutput(NamedTuple):
-    """What one forward pass returns."""
+    """Outputs of a forward pass."""
 
     hidden: Float[Array, "B T D"]
-    """After the final norm; `Decoder.logits` turns it into logits."""
+    """Hidden states after the final norm, the input of `Decoder.logits`."""
     taps: Float[Array, "B T C"] | None
-    """Residual stream at the tap boundaries, side by side; None when not asked for."""
+    """Residual stream at the tap boundaries, concatenated; None without taps."""
     cache: KVCache | None
     traffic: Traffic | None
-    """Of the layers with experts; None if no tokens are counted."""
+    """Traffic to experts; None without experts or `traffic_mask`."""
 
 
 def master_dtype(config: ModelSpec) -> jnp.dtype:
-    """Type in which weights are kept and updated."""
+    """Returns the type of stored weights."""
     return jnp.dtype("float64" if config.dtype == "float64" else "float32")
 
 
 def tap_boundaries(layers: int) -> tuple[int, int, int]:
-    """Numbers of layers applied where EAGLE-3 reads the residual stream: 2, L//2, L-3 as in its
-    published heads (Li et al., arXiv 2503.01840); models of less than 8 layers, for which no head
-    is published, are read at 1, L//2, L-1."""
+    """Returns EAGLE-3's default tap boundaries.
+
+    Boundaries are numbers of layers applied: 2, L//2, L-3, as in published heads (Li et al., arXiv
+    2503.01840). Models of less than 8 layers, which have no published heads, use 1, L//2, L-1.
+    """
     return (2, layers // 2, layers - 3) if layers >= 8 else (1, layers // 2, layers - 1)
 
 
 class Layers(nnx.Module):
-    """All decoder layers, stacked along a first axis and scanned; `models/weight_layout.py` joins
-    some of their weights for generation."""
+    """Weights of all decoder layers, stacked.
+
+    The first axis is the layer. `models/weight_layout.py` sets the fused weights, for generation.
+    """
 
     qkv: nnx.Variable | None = None
-    """Instead of query, key and value: [D, M, R + 2, H], for each KV head its R queries, its key
-    and its value; biases, norms likewise."""
+    """Fused query, key and value [D, M, R + 2, H]: R queries, key and value of each KV head."""
     qkv_bias: nnx.Variable | None = None
     qk_norm: nnx.Variable | None = None
-    """[R + 1, H]: of the queries and the key."""
+    """Fused norms of the queries and the key [R + 1, H]."""
     gate_up: nnx.Variable | None = None
-    """Instead of gate and up: [D, 2, F]."""
+    """Fused gate and up [D, 2, F]."""
     place: Int[Array, ""] | None = None
-    """Index of this layer in the stack that its experts are read from."""
+    """Index of this layer if its experts are those of the whole stack."""
 
     def __init__(self, config: ModelSpec, key: Key[Array, ""], streams: int = 1):
-        """Random weights; the layers are spread evenly over `streams` residual streams."""
+        """Initializes random layers, split evenly over `streams` residual streams."""
         dtype, depth = master_dtype(config), config.layers
         keys = iter(jax.random.split(key, 7))
         d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
-        # keeps the residual stream's variance independent of depth
+        # Keeps the variance of the residual stream independent of depth.
         residual = (2 * depth / streams) ** -0.5
         self.attention_norm = nnx.Param(jnp.ones((depth, d), dtype))
         self.query = init_dense(next(keys), (depth, d, n, h), d, dtype)
@@ -87,7 +89,8 @@ class Layers(nnx.Module):
         self.value = init_dense(next(keys), (depth, d, m, h), d, dtype)
         family = config.family
 
-        def init_param(enabled: bool, fill: int, *shape: int) -> Any:  # flax marks what may be None
+        # `nnx.data` marks the attribute as data even if it is None.
+        def init_param(enabled: bool, fill: int, *shape: int) -> Any:
             return nnx.data(nnx.Param(jnp.full((depth, *shape), fill, dtype)) if enabled else None)
 
         self.query_norm = init_param(family.query_key_norm, 1, h)
@@ -110,14 +113,14 @@ class Layers(nnx.Module):
             self.down = init_dense(next(keys), (depth, f, d), f, dtype, residual)
 
     def select_layer(self, layer: int) -> "Layers":
-        """The weights of one layer."""
+        """Selects the weights of one layer."""
         return jax.tree.map(lambda leaf: leaf[layer], self)
 
 
 def project_heads(
     normed: Float[Array, "B T D"], layer: Layers, table: RotaryTable, eps: float
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
-    """Rotated queries and keys, and values, of the normed input of one layer."""
+    """Projects to rotated queries and keys, and values."""
     if layer.qkv is not None:
         return _project_fused(normed, layer.qkv, layer, table, eps)
     query = _add_bias(apply_weight(normed, layer.query), layer.query_bias)
@@ -139,7 +142,7 @@ def _project_fused(
     table: RotaryTable,
     eps: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
-    """Query, key and value by one product with the fused weights."""
+    """Projects like `project_heads`, with fused weights."""
     heads = _add_bias(apply_weight(normed, weight), layer.qkv_bias)
     query_key, value = heads[:, :, :, :-1], heads[:, :, :, -1]
     if layer.qk_norm is not None:
@@ -162,10 +165,9 @@ def finish_layer(
     config: ModelSpec,
     traffic_mask: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Traffic | None]:
-    """What follows attention in one layer: its output product and the feed-forward layer, each
-    added to the stream.
+    """Runs a layer after attention: output projection and feed-forward layer.
 
-    Also returns the traffic of the tokens in `traffic_mask` to experts, if there are experts.
+    Also returns the traffic of the tokens in `traffic_mask`, if the layer has experts.
     """
     x = residual + _add_bias(apply_weight(attended, layer.output, 2), layer.output_bias)
     normed, family = rms_norm(x, layer.ffn_norm[...], config.norm_eps), config.family
@@ -184,9 +186,9 @@ def finish_layer(
     if layer.gate_up is not None:
         gate_up = apply_weight(normed, layer.gate_up)
         gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
-        # SiLU with its division last, which XLA never repeats: a multiplication would be, for every
-        # block of a `BlockedParam` weight. For generation only, as the gradient is NaN where the
-        # exponential is infinite.
+        # SiLU with the division last: XLA would repeat a multiplication for each block of a
+        # `BlockedParam`, but not a division. This form is for generation only, as its gradient is
+        # NaN if the exponential is infinite.
         return x + apply_weight(gate * up / (1 + jnp.exp(-gate)), layer.down), None
     return x + swiglu(normed, layer.gate, layer.up, layer.down), None
 
@@ -196,10 +198,10 @@ def _keep_weights(layer: Layers) -> Layers:
 
 
 class Decoder(nnx.Module):
-    """Grouped-query attention, rotary positions, SwiGLU, RMSNorm, tied or untied head (Qwen3, arXiv
-    2505.09388; Llama 3, arXiv 2407.21783).
+    """Decoder with GQA, RoPE, SwiGLU and RMSNorm.
 
-    `config.family` says what the families differ in: norms of queries and keys, biases, experts.
+    Its head may be tied to the embedding. See Qwen3 (arXiv 2505.09388) and Llama 3 (arXiv
+    2407.21783). `config.family` selects query and key norms, biases and experts.
     """
 
     def __init__(self, config: ModelSpec, key: Key[Array, ""]):
@@ -227,21 +229,17 @@ class Decoder(nnx.Module):
     ) -> DecoderOutput:
         """Runs a block of tokens.
 
-        With a cache the block is written at its positions and attends to all up to its
-        own; without one it attends causally to itself, each token from the place `first` on, where
-        its text starts (None: the first place of the block).
+        With a cache, the block is written to it, and attends to all positions up to its own.
+        Without one, it attends causally to itself.
 
         Args:
-          tokens: the block.
-          positions: of each token in its text.
-          cache: keys and values of what precedes the block.
-          taps: boundaries at which the residual stream is wanted: numbers of layers applied, 0 to
-            all, ascending.
-          first: see above.
-          prepare_layer: what a layer's weights go through when the layer is run, inside the loop
-            over layers: there a learner casts and gathers them, so that no more than one layer is
-            whole at a time.
-          traffic_mask: tokens whose way to experts is measured; without a cache.
+          tokens: Token ids.
+          positions: Position of each token in its text.
+          cache: Keys and values of earlier positions.
+          taps: Boundaries of the returned taps, as ascending numbers of layers applied.
+          first: Index in the block where each token's text starts; None for 0. Without a cache.
+          prepare_layer: Maps a layer's weights before the layer runs.
+          traffic_mask: Tokens whose traffic to experts is measured. Without a cache.
         """
         config = self.config
         x = self.embedding[...][tokens].astype(self.norm.dtype)
@@ -252,6 +250,7 @@ class Decoder(nnx.Module):
         def run_layer(
             x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: LayerIndex
         ) -> tuple[Any, Any, Traffic | None]:
+            # Inside the loop, so that a learner holds only one gathered layer at a time.
             weights = prepare_layer(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
             query, key, value = project_heads(normed, weights, table, config.norm_eps)
@@ -266,7 +265,8 @@ class Decoder(nnx.Module):
         if isinstance(self.layers, Layers):
             x, cache, streams, traffic = _run_stack(run_layer, self.layers, x, cache, taps, config)
         else:
-            run_compiled = jax.jit(run_layer, static_argnums=3)  # traced once for all layers
+            # With `jit` the layer is traced once for all layers.
+            run_compiled = jax.jit(run_layer, static_argnums=3)
             streams, traffic = {}, None
             caches = [None] * config.layers if cache is None else split_layers(cache)
             new_caches = []
@@ -282,7 +282,7 @@ class Decoder(nnx.Module):
         return DecoderOutput(rms_norm(x, self.norm[...], config.norm_eps), features, cache, traffic)
 
     def empty_cache(self, rows: int, positions: int) -> KVCache:
-        """A cache for this model, of its type."""
+        """Returns a cache of zeros for this model."""
         config, stacked = self.config, isinstance(self.layers, Layers)
         return empty_cache(
             config.layers,
@@ -295,20 +295,21 @@ class Decoder(nnx.Module):
         )
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in at least float32, of final-norm hidden states."""
+        """Computes logits of final-norm hidden states, in at least float32."""
         if self.head is None:
             logits = head_logits(hidden, self.embedding, by_rows=True)
         else:
             logits = head_logits(hidden, self.head)
-        if logits.shape[-1] > self.config.vocab:  # by rows that make it split evenly
+        # `pad_vocabulary` may have added rows to split the vocabulary evenly.
+        if logits.shape[-1] > self.config.vocab:
             logits = logits[:, :, : self.config.vocab]
         return logits
 
 
 def cast_head(network: Any, dtype: str) -> Any:
-    """A network whose head is cast to the type of products once, for many calls of `logits`.
+    """Casts a network's head once, for many calls.
 
-    A network without a head of its own, or with one of that type, comes back as it is.
+    A network without a head, or with one of type `dtype`, is returned unchanged.
     """
     tied = isinstance(network, Decoder) and network.head is None
     master = network.embedding if tied else getattr(network, "head", None)
@@ -320,7 +321,7 @@ def cast_head(network: Any, dtype: str) -> Any:
 
 
 def extract_head(decoder: Decoder) -> Decoder:
-    """The decoder without its layers: all that `logits` reads."""
+    """Returns the weights that `logits` reads."""
     head_only: Any = jax.tree.map(lambda leaf: leaf, decoder)
     head_only.layers = nnx.data(None)
     if head_only.head is not None:
@@ -329,8 +330,9 @@ def extract_head(decoder: Decoder) -> Decoder:
 
 
 def _is_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a value is kept for the backward pass: all are but what was gathered or cast, weights
-    above all."""
+    """Whether a value is stored for the backward pass."""
+    # Gathered and cast values, mostly weights, are recomputed. Storing those of all layers would
+    # undo the sharding.
     return primitive.name not in ("all_gather", "convert_element_type")
 
 
@@ -338,7 +340,7 @@ _EXPERT_NAMES = ("expert_gate", "expert_up", "expert_down")
 
 
 def _expert_weights(layers: Layers) -> tuple[nnx.Variable, ...]:
-    """Gate, up and down of all experts; none where there are no experts."""
+    """Returns the weights of all experts, if any."""
     return tuple(getattr(layers, name) for name in _EXPERT_NAMES if hasattr(layers, name))
 
 
@@ -360,16 +362,16 @@ def _run_stack(
     taps: tuple[int, ...],
     config: ModelSpec,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]], Traffic | None]:
-    """Runs stacked layers one after the other; also returns the residual stream at each of the
-    `taps`, and the layers' traffic.
+    """Scans stacked layers.
 
-    With a cache experts stay in their stack, of which the layer reads those that it needs. What
-    a scan takes of a stack is copied, all experts of a layer with it.
+    Also returns the residual stream at each of the `taps`, and the traffic of the layers.
     """
+    # A scan copies each layer that it reads, with all its experts. Generation therefore keeps the
+    # experts out of the scan, and reads only those that it needs.
     experts = () if cache is None else _expert_weights(layers)
     if experts:
         layers = _replace_experts(layers, (None, None, None))
-    # Where layer i writes its input; the last entry is never read.
+    # Layer i writes its input to row `tap_rows[i]`. All inputs that are not taps share a last row.
     tap_rows = [taps.index(index) if index in taps else len(taps) for index in range(config.layers)]
     streams = jnp.zeros((len(taps) + 1 if taps else 0, *x.shape), x.dtype)
 
@@ -383,7 +385,7 @@ def _run_stack(
         x, cache, traffic = run_layer(x, cache, weights, index)
         return (x, cache, streams), traffic
 
-    # A layer's gathered weights are never kept for the backward pass, which gathers them again.
+    # The backward pass gathers weights again in any case.
     body = jax.checkpoint(scan_layer, policy=None if config.remat else _is_saveable)
     indices = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(tap_rows, jnp.int32)
     (x, cache, streams), traffic = lax.scan(body, (x, cache, streams), (layers, *indices))

@@ -1,5 +1,7 @@
-"""The EAGLE-3 head (Li et al., arXiv 2503.01840): a few layers over the target's taps and the next
-token's embedding."""
+"""EAGLE-3 draft head (Li et al., arXiv 2503.01840).
+
+A few layers read the target's taps and the next token's embedding.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -18,18 +20,25 @@ from jaxspec.models.rope import rotary_table
 
 
 class VocabularyMap(nnx.Variable):
-    """Ids of the target's tokens that a draft can propose, int32, ascending; it travels with the
-    weights but is never trained."""
+    """Token ids that a draft can propose.
+
+    They are int32 and ascending. The map is stored with the weights, but never trained.
+    """
 
 
 class DraftEmbedding(nnx.Variable):
-    """An embedding table that a draft brings along; it travels with the weights but is never
-    trained."""
+    """Embedding table of a draft.
+
+    It is stored with the weights, but never trained.
+    """
 
 
 def llama_head_spec(target: ModelSpec, ffn: int = 0) -> ModelSpec:
-    """The decoder of a head that is made for `target`: one dense Llama layer of its sizes; `ffn` 0:
-    as wide as one token's feed-forward."""
+    """Describes a new head for `target`.
+
+    The head is one dense Llama layer of the target's sizes. With `ffn` 0 its
+    feed-forward width is the target's, times the experts per token.
+    """
     family = target.family
     width = ffn or target.ffn * (family.experts_per_token if family.experts else 1)
     return dataclasses.replace(
@@ -42,19 +51,25 @@ def llama_head_spec(target: ModelSpec, ffn: int = 0) -> ModelSpec:
 
 
 def tap_count(head: HeadSpec) -> int:
-    """How many of the target's hidden states a head reads side by side."""
+    """Returns the number of hidden states a head reads."""
     return (len(head.taps) or 3) if head.use_taps else 1
 
 
 class FirstLayer(Layers):
-    """The layer that reads [norm(embedding), norm(hidden)], twice the width of its stream; a stack
-    of one, for the same logical axes."""
+    """First layer of a head.
+
+    It reads [norm(embedding), norm(hidden)], twice the width of the residual stream. Weights are a
+    stack of one layer.
+    """
+
+    # The axis of layers lets the weights share the logical axes of `Layers`.
 
     def __init__(self, config: ModelSpec, keys: Iterator[Key[Array, ""]]):
         dtype, family = master_dtype(config), config.family
         d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
 
-        def init_param(enabled: bool, fill: int, *shape: int) -> Any:  # flax marks what may be None
+        # `nnx.data` marks the attribute as data even if it is None.
+        def init_param(enabled: bool, fill: int, *shape: int) -> Any:
             return nnx.data(nnx.Param(jnp.full((1, *shape), fill, dtype)) if enabled else None)
 
         self.embedding_norm = nnx.Param(jnp.ones((1, d), dtype))
@@ -76,11 +91,12 @@ class FirstLayer(Layers):
 
 
 class Eagle3(nnx.Module):
-    """Draft position t sees the taps of position t and token t+1, and predicts token t+2.
+    """EAGLE-3 draft head.
 
-    The embedding is the target's, or a fixed one of its own. `fuse` is applied to true taps only;
-    deeper steps feed the previous step's output instead, before the final norm (after it with
-    `norm_output`). `HeadSpec` says how published heads differ.
+    Draft position t reads the taps at t and token t+1, and predicts token t+2. Deeper steps read
+    the previous step's output instead of fused taps. That output is taken before the final norm, or
+    after it with `norm_output`. The embedding is the target's, or a fixed one of the head.
+    `HeadSpec` describes how published heads differ.
     """
 
     def __init__(
@@ -91,13 +107,21 @@ class Eagle3(nnx.Module):
         key: Key[Array, ""],
         vocab: int = 0,
     ):
-        """Random weights for the head's own decoder `config`; `vocab` rows in the head (0: the
-        target's whole vocabulary)."""
+        """Initializes random weights.
+
+        Args:
+          config: Architecture of the head's layers.
+          head: Form of the head.
+          target: Architecture of the target.
+          key: Random key.
+          vocab: Size of the draft vocabulary. 0 = the target's whole vocabulary.
+        """
         dtype, d = master_dtype(config), config.embed
         keys = iter(jax.random.split(key, 9))
         width = tap_count(head) * target.embed
 
-        def init_param(enabled: bool, *shape: int) -> Any:  # flax marks what may be None
+        # `nnx.data` marks the attribute as data even if it is None.
+        def init_param(enabled: bool, *shape: int) -> Any:
             return nnx.data(nnx.Param(jnp.ones(shape, dtype)) if enabled else None)
 
         self.config = dataclasses.replace(config, vocab=target.vocab)
@@ -129,11 +153,14 @@ class Eagle3(nnx.Module):
         )
 
     def embed_tokens(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        """Embeddings of tokens: the target's, unless the head has its own."""
+        """Embeds tokens.
+
+        Uses the head's embedding if it has one, else the target's.
+        """
         return (target.embedding if self.embedding is None else self.embedding)[...][tokens]
 
     def to_hidden(self, features: Float[Array, "B T C"]) -> Float[Array, "B T D"]:
-        """Joins the taps into one hidden state."""
+        """Fuses the taps into one hidden state."""
         eps = self.config.norm_eps
         if self.fuse is None:
             return features
@@ -151,6 +178,7 @@ class Eagle3(nnx.Module):
         return jnp.einsum("BTC,CD->BTD", features, self.fuse[...])
 
     def _layer_weights(self, layer: int) -> Layers:
+        """Selects the weights of a layer."""
         return (
             self.first.select_layer(0)
             if layer == 0 or self.layers is None
@@ -164,10 +192,10 @@ class Eagle3(nnx.Module):
         embedded: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> AttentionInputs:
-        """Queries, keys and values, rotated to `positions`, and the residual.
+        """Projects to queries, keys and values.
 
-        Layer 0 reads [norm(embedding), norm(hidden)]; its residual is `hidden` as it is, unless
-        `norm_before_residual`.
+        Queries and keys are rotated to `positions`. Layer 0 reads [norm(embedding), norm(hidden)].
+        Its residual is `hidden`, normalized with `norm_before_residual` only.
         """
         weights, eps = self._layer_weights(layer), self.config.norm_eps
         table = rotary_table(positions, self.config, hidden.dtype)
@@ -184,7 +212,10 @@ class Eagle3(nnx.Module):
     def layer_output(
         self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
     ) -> Float[Array, "B T D"]:
-        """The rest of a layer; what the last one gives is the next depth's hidden state."""
+        """Runs a layer after attention.
+
+        The last layer's output is the hidden state of the next depth.
+        """
         output, _ = finish_layer(residual, attended, self._layer_weights(layer), self.config)
         return (
             self._apply_final_norm(output)
@@ -196,27 +227,29 @@ class Eagle3(nnx.Module):
         return rms_norm(hidden, self.norm[...], self.config.norm_eps)
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits over the draft's own vocabulary, in at least float32, of the last layer's output.
+        """Computes logits over the draft vocabulary.
 
-        `target` lends nothing here.
+        They are in at least float32. `target` is unused: drafts share this interface.
         """
+        # With `norm_output`, `layer_output` has already applied the final norm.
         normed = hidden if self.form.norm_output else self._apply_final_norm(hidden)
         return head_logits(normed, self.head) * self.form.logit_scale
 
 
 def with_vocabulary(network: Eagle3, ids: np.ndarray) -> Eagle3:
-    """The network with `ids` as the tokens of its head's rows, which must be trained (again) for
-    them; on the host, never in a jit.
+    """Replaces the vocabulary map of a draft.
+
+    The head's rows must then be trained for these tokens. Runs on the host, not under `jit`.
 
     Raises:
-      ValueError: the network has the whole vocabulary, or `ids` are not as many as its rows,
-        ascending and inside the target's vocabulary.
+      ValueError: The network has no vocabulary map, or `ids` does not fit. It must have one id of
+        the target's vocabulary for each row of the head, in ascending order.
     """
     rows, vocab = network.head.shape[-1], network.config.vocab
     if network.vocabulary is None:
         raise ValueError(
-            f"a draft with the whole vocabulary of {vocab} tokens takes no map; it was given"
-            f" {ids.size} ids"
+            f"the draft has the whole vocabulary of {vocab} tokens, so it takes no vocabulary map;"
+            f" got one of {ids.size} ids"
         )
     if ids.shape != (rows,):
         raise ValueError(
@@ -234,6 +267,7 @@ def with_vocabulary(network: Eagle3, ids: np.ndarray) -> Eagle3:
             f" 0..{vocab - 1}"
         )
 
+    # Only the map changes. It keeps the sharding of the old one.
     def replace_map(leaf: nnx.Variable) -> nnx.Variable:
         return (
             VocabularyMap(jax.device_put(ids.astype(np.int32), leaf[...].sharding))

@@ -1,4 +1,4 @@
-"""Parts of the networks, and the logical axes of every weight by name."""
+"""Building blocks of networks, and their logical axes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,47 +31,59 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "fuse": (None, "embed"),
     "project": (None, None, "embed"),
 }
-"""Axes of each weight that is sharded, by attribute name; the first axis of a layer's weights is
-its place in the stack."""
+"""Logical axes of each sharded weight, by attribute name.
+
+The first axis of a layer's weights is the index of the layer.
+"""
 
 
 class AttentionInputs(NamedTuple):
-    """Rotated queries and keys, and values, of a block in a draft layer, and the stream that the
-    layer adds its output to."""
+    """Inputs of attention in a draft layer.
+
+    Queries and keys are already rotated.
+    """
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B T M H"]
     value: Float[Array, "B T M H"]
     residual: Float[Array, "B T D"]
+    """Residual stream, to which the layer adds its output."""
 
 
 class LowRankWeight(nnx.Module):
-    """A weight with an adapter beside it: its product is x @ base + scale * (x @ a) @ b."""
+    """Weight with a low-rank adapter.
+
+    Its product is x @ base + scale * (x @ a) @ b.
+    """
 
     def __init__(self, base: nnx.Variable, a: nnx.Variable, b: nnx.Variable, scale: float):
         self.base, self.a, self.b, self.scale = base, a, b, scale
 
 
 class CastHead(nnx.Module):
-    """A head in the type of products, whose gradient goes to the `master` that it was cast from.
+    """Head cast to the type of its products.
 
-    Chunks of positions read the cast and add up their gradients in the master's type.
+    Its gradient goes to the `master` weight, in the type of the master.
     """
 
     def __init__(self, master: nnx.Variable, dtype: str, by_rows: bool = False):
-        """Casts once; `by_rows` says that the master is an embedding [V, D], not a head [D, V]."""
+        """Casts `master`: [V, D] with `by_rows`, else [D, V]."""
         self.master, self.by_rows = master, by_rows
+        # Gradients go to the master through `_cast_logits`, so the cast itself needs none.
         self.cast = nnx.Variable(jax.lax.stop_gradient(master[...]).astype(dtype))
 
 
 Weight = nnx.Variable | LowRankWeight
-"""What `apply_weight` takes, however it lies."""
+"""Weight in any layout that `apply_weight` supports."""
 
 
 def apply_weight(
     x: Float[Array, "B T *I"], weight: Weight, input_axes: int = 1
 ) -> Float[Array, "B T *O"]:
-    """The product of the last `input_axes` axes of x with a weight [*in, *out] however it lies."""
+    """Multiplies the last axes of x by a weight.
+
+    The weight is [*in, *out] in the plain layout, with `input_axes` axes to sum over.
+    """
     if isinstance(weight, LowRankWeight):
         adapter_output = apply_weight(apply_weight(x, weight.a, input_axes), weight.b)
         return apply_weight(x, weight.base, input_axes) + adapter_output * np.asarray(
@@ -83,14 +95,17 @@ def apply_weight(
 def head_logits(
     hidden: Float[Array, "B T D"], head: nnx.Variable | CastHead, by_rows: bool = False
 ) -> Float[Array, "B T V"]:
-    """Products with a head, added up and kept in at least float32; `by_rows`: it is an embedding
-    [V, D]."""
+    """Computes logits in at least float32.
+
+    With `by_rows` the head is an embedding [V, D]. Sums are also in at least float32.
+    """
     if isinstance(head, CastHead):
         master = head.master[...]
         return _cast_logits(hidden, head.cast[...], master, head.by_rows, master.dtype.name)
     if not by_rows:
         return layout_product(hidden, head, 1, wide_output=True)
     kernel = head[...].astype(hidden.dtype)
+    # For wide types, JAX's own gradient is fine: nothing is cast.
     if is_wide(hidden):
         return jnp.einsum("BTD,VD->BTV", hidden, kernel)
     return plain_product(hidden, kernel.T, 1, True)
@@ -115,18 +130,19 @@ def _cast_backward(
     gradient, kernel = gradient.astype(hidden.dtype), kernel.astype(hidden.dtype)
     axes = "VD" if by_rows else "DV"
     hidden_gradient = jnp.einsum(f"BTV,{axes}->BTD", gradient, kernel)
-    # The type of the sum, so that one kernel multiplies and adds to what chunks before gave.
+    # The result has the type in which gradients of chunks are summed. One kernel can then multiply
+    # and add to the gradient of the previous chunks.
     master_gradient = jnp.einsum(f"BTD,BTV->{axes}", hidden, gradient, preferred_element_type=dtype)
     return hidden_gradient, None, master_gradient
 
 
 _cast_logits = jax.custom_vjp(_cast_product, nondiff_argnums=(3, 4))
-"""Logits by a cast head, of whose master they need the gradient alone."""
+"""Computes logits with a cast head. The master only receives the gradient."""
 _cast_logits.defvjp(_cast_forward, _cast_backward)
 
 
 def cast_floats(network: Any, dtype: Any) -> Any:
-    """The network with its floating leaves in `dtype`."""
+    """Casts floating-point leaves to `dtype`."""
     return jax.tree.map(
         lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
         network,
@@ -136,19 +152,22 @@ def cast_floats(network: Any, dtype: Any) -> Any:
 def init_dense(
     key: Key[Array, ""], shape: Sequence[int], fan_in: int, dtype: jnp.dtype, scale: float = 1.0
 ) -> nnx.Param:
-    """A normal weight with standard deviation `scale / sqrt(fan_in)`."""
+    """Draws a normal weight.
+
+    Its standard deviation is `scale / sqrt(fan_in)`.
+    """
     return nnx.Param(jax.random.normal(key, tuple(shape), dtype) * (scale * fan_in**-0.5))
 
 
 def rms_norm(
     x: Float[Array, "*B D"], weight: Float[Array, "*W D"], eps: float
 ) -> Float[Array, "*B D"]:
-    """Root-mean-square norm in at least float32, cast back before the weight is applied (Zhang &
-    Sennrich, arXiv 1910.07467).
+    """Applies RMS normalization (Zhang & Sennrich, arXiv 1910.07467).
 
-    Its gradient is written out with sums as products with ones: of what `jax.grad` makes of it,
-    XLA's CPU kernels take five times as long.
+    Normalizes in at least float32, and casts back before the weight is applied.
     """
+    # The custom gradient writes sums as products with ones. XLA's CPU kernels take five times as
+    # long for the gradient of `jax.grad`.
     return _custom_rms_norm(x, weight, eps)
 
 
@@ -165,7 +184,7 @@ def _norm_forward(x: Array, weight: Array, eps: float) -> tuple[Array, tuple[Arr
 def _norm_backward(
     eps: float, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
-    # Axes stay apart: one that is split over devices would be gathered to be merged with another.
+    # Does not merge leading axes: XLA would gather an axis that is split over devices to merge it.
     x, weight = residuals
     wide_x = x.astype(np.promote_types(x.dtype, np.float32))
     inverse_rms = jax.lax.rsqrt(_row_means(wide_x * wide_x) + eps)
@@ -181,6 +200,7 @@ def _norm_backward(
 
 
 def _row_means(rows: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
+    # "highest" prevents GPUs from rounding the operands to TF32.
     return jnp.matmul(
         rows, jnp.full((rows.shape[-1], 1), 1 / rows.shape[-1], rows.dtype), precision="highest"
     )
@@ -193,5 +213,5 @@ _custom_rms_norm.defvjp(_norm_forward, _norm_backward)
 def swiglu(
     x: Float[Array, "B T D"], gate: Weight, up: Weight, down: Weight
 ) -> Float[Array, "B T D"]:
-    """Gated feed-forward layer (Shazeer, arXiv 2002.05202)."""
+    """Applies a gated feed-forward layer (Shazeer, arXiv 2002.05202)."""
     return apply_weight(jax.nn.silu(apply_weight(x, gate)) * apply_weight(x, up), down)

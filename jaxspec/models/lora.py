@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) beside a decoder whose own weights stay."""
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) for a frozen decoder."""
 
 from typing import NamedTuple
 
@@ -16,18 +16,19 @@ from jaxspec.models.layers import LOGICAL_AXES, LowRankWeight, cast_floats
 
 
 class AdapterTarget(NamedTuple):
-    """A weight that can have an adapter."""
+    """Weight that can have an adapter."""
 
     module: str
-    """Where Hugging Face's layer has it."""
+    """Module of a Hugging Face layer that has the weight."""
     weight: str
-    """Its name in the decoder's layers."""
+    """Attribute name in `Layers`."""
     equation: str
-    """Adapters a and b of all layers to the weights' change; R is the rank."""
+    """Einsum equation from adapters a and b to the change of the weight; R is the rank."""
 
     @property
     def input_axes(self) -> int:
-        """How many axes of the weight, after that of the layers, are its input."""
+        """Number of input axes of the weight."""
+        # Axes of `a` are the layers, the inputs and R.
         return self.equation.index("R") - 1
 
 
@@ -40,42 +41,50 @@ TARGETS = {
     "up_proj": AdapterTarget("mlp", "up", "LDR,LRF->LDF"),
     "down_proj": AdapterTarget("mlp", "down", "LFR,LRD->LFD"),
 }
-"""By PEFT's names."""
+"""Targets by their names in PEFT."""
 
 
 WeightChanges = dict[str, tuple[Array | np.ndarray, ...]]
-"""By target: A and B of all layers in our layout, of the largest rank, and each layer's scale;
-layers without adapters have zeros."""
+"""Adapters by target: a, b and scale of all layers.
+
+They are stacked like `Layers`, and padded to the largest rank. Layers without adapters have zeros.
+"""
 
 
 def _adapter_axes(name: str, target: AdapterTarget) -> dict[str, tuple[str | None, ...]]:
+    """Returns the logical axes of a target's adapters."""
     axes = LOGICAL_AXES[target.weight]
     input_end = 1 + target.input_axes
     return {f"{name}_a": (*axes[:input_end], None), f"{name}_b": (axes[0], None, *axes[input_end:])}
 
 
+# Adapters are sharded like their weight, so that a device computes the change of its own shard.
 ADAPTER_AXES = {
     name: axes
     for target in TARGETS
     for name, axes in _adapter_axes(target, TARGETS[target]).items()
 }
-"""Logical axes of the adapters: those of the weights that they change, so that the change is made
-where the weight is."""
+"""Logical axes of all adapters."""
 
 
 class FrozenWeight(nnx.Variable):
-    """A weight that is not trained."""
+    """Weight that is not trained."""
 
 
 class Adapters(nnx.Module):
-    """For each target NAME, `NAME_a` [L inputs R], uniform as PEFT starts it, and `NAME_b` [L R
-    outputs], zeros: at first, no change."""
+    """Adapters of each target NAME: `NAME_a` [L inputs R] and `NAME_b` [L R outputs].
+
+    As in PEFT, `NAME_a` starts with a uniform distribution and `NAME_b` with zeros.
+    """
+
+    # With `NAME_b` zero, fresh adapters do not change the decoder.
 
     def __init__(self, base: Decoder, names: tuple[str, ...], rank: int, key: Key[Array, ""]):
         dtype = master_dtype(base.config)
         for name, adapter_key in zip(names, jax.random.split(key, len(names)), strict=True):
             depth, inputs, outputs = axis_sizes(base, name)
-            bound = float(np.prod(inputs)) ** -0.5  # kaiming_uniform_ with a = sqrt(5)
+            # PEFT's kaiming_uniform_ with a = sqrt(5) has this bound.
+            bound = float(np.prod(inputs)) ** -0.5
             a = jax.random.uniform(adapter_key, (depth, *inputs, rank), dtype, -bound, bound)
             b = jnp.zeros((depth, rank, *outputs), dtype)
             setattr(self, f"{name}_a", nnx.Param(a))
@@ -83,15 +92,22 @@ class Adapters(nnx.Module):
 
 
 class AdaptedDecoder(nnx.Module):
-    """A decoder with adapters, of which only the latter are trained; `merge_lora` makes a plain
-    decoder of both."""
+    """Frozen decoder with trainable adapters.
+
+    `merge_lora` merges them into a plain decoder.
+    """
 
     def __init__(self, base: Decoder, lora: LoraConfig, key: Key[Array, ""]):
-        """Fresh adapters of `lora.rank` beside a base in the model's own type, since weights that
-        nobody updates need no master copy; raises ConfigError for targets that the decoder does not
-        have."""
+        """Initializes adapters, and casts the base.
+
+        The base gets the model's own type.
+
+        Raises:
+          ConfigError: `lora.targets` has a weight that the decoder does not have.
+        """
         self.names = choose_targets(lora.targets, base.config, "lora.targets")
         self.scale = lora.alpha / lora.rank
+        # Weights that are not updated need no master copy.
         self.base = _convert_variables(
             FrozenWeight, cast_floats(base, jnp.dtype(base.config.dtype))
         )
@@ -99,13 +115,19 @@ class AdaptedDecoder(nnx.Module):
 
     @property
     def config(self) -> ModelSpec:
-        """The base's."""
+        """Architecture of the base."""
         return self.base.config
 
 
 def choose_targets(names: tuple[str, ...], model: ModelSpec, setting: str) -> tuple[str, ...]:
-    """The targets named, or all that a decoder has; `setting` names them in the ConfigError for
-    others."""
+    """Returns the given targets, or all by default.
+
+    `setting` is the name of the setting in error messages.
+
+    Raises:
+      ConfigError: `names` has a target that the decoder does not have.
+    """
+    # Adapters of experts are not supported, which leaves the attention.
     allowed_names = tuple(
         name
         for name, target in TARGETS.items()
@@ -125,10 +147,10 @@ def choose_targets(names: tuple[str, ...], model: ModelSpec, setting: str) -> tu
 
 
 def merge_lora(network: Decoder | AdaptedDecoder, key: Key[Array, ""] | None = None) -> Decoder:
-    """Merges adapters into a decoder: W + alpha / rank * a b. A decoder comes back as it is.
+    """Merges adapters into a decoder: W + alpha / rank * a b.
 
-    Merged weights are in the type of the adapters. With a `key` they are rounded to that of the
-    base, stochastically.
+    Merged weights have the type of the adapters. With a `key` they are rounded stochastically to
+    the type of the base. A decoder without adapters is returned unchanged.
     """
     if isinstance(network, Decoder):
         return network
@@ -136,6 +158,7 @@ def merge_lora(network: Decoder | AdaptedDecoder, key: Key[Array, ""] | None = N
     for index, name in enumerate(network.names):
         weight, merged_weight = _merge_weight(network, name)
         if key is not None:
+            # A key for each target, so that their rounding errors are independent.
             merged_weight = round_stochastically(
                 merged_weight, weight.dtype, jax.random.fold_in(key, index)
             )
@@ -144,7 +167,8 @@ def merge_lora(network: Decoder | AdaptedDecoder, key: Key[Array, ""] | None = N
 
 
 def _merge_weight(network: AdaptedDecoder, name: str) -> tuple[Array, Array]:
-    """The base's weight of a target, and the same with its adapters."""
+    """Returns base weight and merged weight of a target."""
+    # Sums are in the adapters' type, as the base's type would round small changes away.
     a, b = (getattr(network.adapters, f"{name}_{side}")[...] for side in "ab")
     weight = getattr(network.base.layers, TARGETS[name].weight)[...]
     change = jnp.einsum(TARGETS[name].equation, a, b) * np.asarray(network.scale, a.dtype)
@@ -154,30 +178,33 @@ def _merge_weight(network: AdaptedDecoder, name: str) -> tuple[Array, Array]:
 def round_stochastically(
     values: Float[Array, "*B"], dtype: jnp.dtype, key: Key[Array, ""]
 ) -> Float[Array, "*B"]:
-    """Rounds float32 to bfloat16, up or down with chances that keep the mean; casts other types.
+    """Rounds float32 to bfloat16 at random.
 
-    Rounding to nearest would lose what is less than half a unit in the last place: nearly all of
-    an adapter after its first updates.
+    Rounding keeps the mean. Other types are cast.
     """
+    # Rounding to nearest would lose changes of less than half a unit in the last place. These are
+    # nearly all changes of an adapter after its first updates.
     if dtype != jnp.bfloat16 or values.dtype != jnp.float32:
         return values.astype(dtype)
+    # Noise in the 16 bits that bfloat16 drops carries into the others with the right probability.
     noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
     rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # noise would carry the bits of what is not finite into another number
+    # The noise, or the dropped bits, could turn NaN into another value.
     return jnp.where(jnp.isfinite(values), rounded, values.astype(dtype))
 
 
 def change_retention(network: AdaptedDecoder, dtype: jnp.dtype) -> Float[Array, ""]:
-    """Share of the adapters' change that is left of it in weights rounded to `dtype`.
+    """Returns the share of changes that survives rounding.
 
-    It is the change after rounding, projected on the change before; 1 if there is none.
+    Merged weights are rounded to `dtype`. The change after rounding is projected on the change
+    before. The result is 1 if nothing changed.
     """
     float_info, retained, total = jnp.finfo(dtype), 0.0, 0.0
     for name in network.names:
         weight, merged_weight = _merge_weight(network, name)
         base_weight = weight.astype(merged_weight.dtype)
-        # the compiler may drop a cast to a narrower type and back
+        # The compiler may remove a cast to a narrower type and back.
         rounded = jax.lax.reduce_precision(merged_weight, float_info.nexp, float_info.nmant)
         change, rounded_change = merged_weight - base_weight, rounded - base_weight
         retained, total = (
@@ -188,8 +215,10 @@ def change_retention(network: AdaptedDecoder, dtype: jnp.dtype) -> Float[Array, 
 
 
 def attach_lora(network: Decoder | AdaptedDecoder) -> Decoder:
-    """A decoder as it is; of one with adapters, the decoder whose products have them beside its
-    weights."""
+    """Returns a decoder that applies unmerged adapters.
+
+    A decoder without adapters is returned unchanged.
+    """
     if isinstance(network, Decoder):
         return network
     decoder = jax.tree.map(lambda leaf: leaf, network.base)
@@ -202,7 +231,7 @@ def attach_lora(network: Decoder | AdaptedDecoder) -> Decoder:
 
 
 def _convert_variables(kind: type[nnx.Variable], network: Decoder) -> Decoder:
-    """A copy whose weights are variables of that kind."""
+    """Copies a decoder, converting its variables to `kind`."""
     return jax.tree.map(
         lambda variable: kind(variable[...]),
         network,
@@ -213,22 +242,27 @@ def _convert_variables(kind: type[nnx.Variable], network: Decoder) -> Decoder:
 def _add_adapter(
     decoder: Decoder, name: str, a: Array, b: Array, scale: Float[Array, " L"]
 ) -> None:
-    """Adds the adapters of one target to its weight, in a decoder that nobody else has."""
+    """Adds one target's adapters to its weight in place."""
     target = TARGETS[name]
     weight = getattr(decoder.layers, target.weight)[...]
+    # Scales layer by layer, as each may have its own scale.
     change = jnp.einsum(target.equation, a, b) * scale.reshape(-1, *(1,) * (weight.ndim - 1))
     setattr(decoder.layers, target.weight, nnx.Param(weight + change.astype(weight.dtype)))
 
 
 def axis_sizes(decoder: Decoder, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Layers, input axes and output axes of a target's weight."""
+    """Returns the axis sizes of a target's weight.
+
+    They are the number of layers, the input sizes and the output sizes.
+    """
     target = TARGETS[name]
     depth, *sizes = getattr(decoder.layers, target.weight).shape
     return depth, tuple(sizes[: target.input_axes]), tuple(sizes[target.input_axes :])
 
 
 def add_changes(network: Decoder, changes: WeightChanges) -> Decoder:
-    """The decoder with the changes added to its weights."""
+    """Adds changes to a decoder's weights."""
+    # `_add_adapter` works in place, so it gets a copy of the module.
     decoder = jax.tree.map(lambda leaf: leaf, network)
     for name, (a, b, scale) in changes.items():
         _add_adapter(decoder, name, jnp.asarray(a), jnp.asarray(b), jnp.asarray(scale))

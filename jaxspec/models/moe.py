@@ -1,5 +1,4 @@
-"""A feed-forward layer of many experts, of which each token passes through a few (Shazeer et al.,
-arXiv 1701.06538)."""
+"""Mixture-of-experts feed-forward layer (Shazeer et al., arXiv 1701.06538)."""
 
 from typing import NamedTuple
 
@@ -14,27 +13,32 @@ from jaxspec.kernels.exchange import all_to_all_counts, all_to_all_rows
 from jaxspec.kernels.grouped import ExpertWeights, expert_swiglu
 from jaxspec.mesh import TENSOR, shard_map_tensor, sum_over_tensor
 
+# This is more than enough tokens for fast products.
 MAX_RECEIVED_BYTES = 2**27
-"""Of what can arrive at a holder at once: more than keep its products busy."""
+"""Largest size of the tokens that can arrive at an expert shard at once."""
 
 
 class Routing(NamedTuple):
-    """Which experts each token passes through."""
+    """Experts of each token, and their weights."""
 
     expert_ids: Int[Array, "T k"]
     weights: Float[Array, "T k"]
 
 
 class Traffic(NamedTuple):
-    """Where the routers of L layers send tokens: sums over the tokens that count."""
+    """Expert load and router entropy, summed over tokens.
+
+    Fields have one entry for each of L layers.
+    """
 
     tokens: Float[Array, "*L all"]
-    """Tokens that pass through each expert."""
+    """Number of tokens of each expert."""
     entropy: Float[Array, "*L"]
-    """Entropy of the routers' distributions, in nats."""
+    """Sum of the entropies of the router's distributions, in nats."""
 
     def to_metrics(self, count: Float[Array, ""]) -> dict[str, Float[Array, ""]]:
-        """Means over the layers, of `count` tokens."""
+        """Averages over layers and `count` tokens."""
+        # A load of 1 is that of an expert if tokens are spread evenly.
         load = self.tokens / jnp.mean(self.tokens, axis=-1, keepdims=True)
         return {
             "experts/load_min": jnp.mean(jnp.min(load, axis=-1)),
@@ -52,18 +56,23 @@ def mixture_of_experts(
     layer: Int[Array, ""] | None = None,
     traffic_mask: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Traffic | None]:
-    """Sum of the SwiGLU layers of each token's `experts_per_token` likeliest experts, weighted by
-    their probabilities; no token is dropped.
+    """Computes the weighted sum of each token's likeliest experts.
 
-    `normalize` makes the weights of a token sum to 1. The router's scores are kept, and their
-    softmax taken, in at least float32 (Qwen3, arXiv 2505.09388).
+    The router and its softmax are in at least float32 (Qwen3, arXiv 2505.09388). No token is
+    dropped. If `experts` has fewer experts than the router, each member of the mesh axis `expert`
+    holds its share of them. Tokens are then sent to the members of their experts, and back.
 
-    Where `experts` are fewer than the router's, every member of the mesh axis `expert` is a
-    holder of so many of them, and tokens go to those that hold theirs, and back.
+    Args:
+      x: Inputs of the layer.
+      router: Weight of the router.
+      experts: Gate, up and down projections of the experts of this member.
+      experts_per_token: Number of experts of each token.
+      normalize: Whether the weights of a token are scaled to sum to 1.
+      layer: Index into `experts` if they are those of a stack of layers.
+      traffic_mask: Tokens whose traffic is measured; None for no measurement.
 
-    With `layer`, `experts` are those of a stack of layers, of which this is one.
-
-    Also returns the traffic of the tokens in `traffic_mask`.
+    Returns:
+      The outputs, and the traffic of the tokens in `traffic_mask`.
     """
     tokens = x.reshape(-1, x.shape[-1])
     scores = wide_product(tokens[None], router)[0]
@@ -80,12 +89,13 @@ def mixture_of_experts(
     def run_shard(
         tokens: Array, routing: Routing, experts: ExpertWeights, layer: Int[Array, ""] | None
     ) -> Array:
-        """Of a part of the experts' width, on each member of `tensor`; all are added up at home,
-        where there are fewer tokens than have arrived at a holder."""
+        """Runs a slice of the experts' width."""
         if expert_shards == 1:
             outputs = expert_swiglu(tokens, *routing, experts, layer=layer)
         else:
             outputs = _run_in_pieces(tokens, routing, experts, expert_shards, layer)
+        # Adds up the slices only after tokens have returned to their own member. There are fewer of
+        # them than arrived at the experts.
         return sum_over_tensor(outputs.astype(tokens.dtype))
 
     lead_axes = () if layer is None else (None,)
@@ -99,7 +109,8 @@ def mixture_of_experts(
 def _measure_traffic(
     scores: Float[Array, "T all"], expert_ids: Int[Array, "T k"], traffic_mask: Bool[Array, " T"]
 ) -> Traffic:
-    """The traffic of one layer; nothing is learned from it."""
+    """Measures the traffic of one layer."""
+    # Only a metric, so no gradient is needed.
     scores = lax.stop_gradient(scores)
     token_counts = jnp.broadcast_to(traffic_mask[:, None], expert_ids.shape).astype(scores.dtype)
     logprobs = jax.nn.log_softmax(scores, axis=-1)
@@ -117,7 +128,8 @@ def _run_in_pieces(
     expert_shards: int,
     layer: Int[Array, ""] | None,
 ) -> Float[Array, "T D"]:
-    """`_exchange_tokens` of some tokens at a time, so that what arrives stays small."""
+    """Runs `_exchange_tokens` on pieces of tokens."""
+    # In the worst case, all tokens of all shards arrive at one. Pieces bound the size of that.
     count, piece_count = len(tokens), -(-expert_shards * tokens.nbytes // MAX_RECEIVED_BYTES)
     if piece_count == 1:
         return _exchange_tokens(tokens, routing, experts, expert_shards, layer)
@@ -130,7 +142,7 @@ def _run_in_pieces(
         leaf.reshape(piece_count, piece_size, -1) for leaf in (padded[0], expert_ids, padded[1])
     ]
 
-    # for the backward pass tokens are sent again, and not kept where they arrived
+    # The backward pass sends tokens again, so that received tokens need not be stored.
     @jax.checkpoint
     def run_piece(piece: tuple[Array, Array, Array]) -> Float[Array, "t D"]:
         return _exchange_tokens(
@@ -148,19 +160,19 @@ def _exchange_tokens(
     expert_shards: int,
     layer: Int[Array, ""] | None,
 ) -> Float[Array, "T D"]:
-    """The same where each of the `expert_shards` of `expert` has tokens and experts of its own.
+    """Runs tokens on the shards of their experts.
 
-    A token goes once to every holder of one of its experts, with all that it needs there,
-    and comes back as the weighted sum of those.
+    Each of the `expert_shards` members of `expert` has its own tokens and experts. A token is sent
+    once to each shard that has any of its experts. The weighted sum over that shard comes back.
     """
     local_count = experts[0].shape[-3]
     owner = routing.expert_ids // local_count
     shard_ids = jnp.arange(expert_shards, dtype=owner.dtype)[:, None, None]
     is_sent = jnp.any(owner == shard_ids, axis=2)  # [X, T]
-    rows = jnp.argsort(~is_sent, axis=1, stable=True)  # first those that go there
+    rows = jnp.argsort(~is_sent, axis=1, stable=True)  # sent tokens first
     send_counts = jnp.sum(is_sent, axis=1, dtype=jnp.int32)
     receive_counts = all_to_all_counts(send_counts)
-    # the experts of a token by the receiver's own numbers, and their weights
+    # Expert numbers of the receiver and weights are sent in one array, to save a collective.
     routing_rows = jnp.concatenate(
         [
             (routing.expert_ids[rows] - shard_ids * local_count).astype(routing.weights.dtype),
@@ -173,6 +185,7 @@ def _exchange_tokens(
         for rows_to_send in (tokens[rows], routing_rows)
     )
     local_ids, weights = jnp.split(received_routing, 2, axis=2)
+    # Experts of other shards, and all of unused rows, become `local_count`, which is no expert.
     expert_ids = jnp.where(
         _leading_rows(receive_counts, received_routing)
         & (local_ids >= 0)
@@ -190,6 +203,7 @@ def _exchange_tokens(
     returned_rows = all_to_all_rows(
         outputs.astype(tokens.dtype).reshape(received_tokens.shape), receive_counts, send_counts
     )
+    # Rows that were not sent may hold anything, so they are zeroed before the sum.
     returned_rows = jnp.where(_leading_rows(send_counts, returned_rows), returned_rows, 0).astype(
         outputs.dtype
     )
@@ -197,5 +211,5 @@ def _exchange_tokens(
 
 
 def _leading_rows(counts: Int[Array, " X"], rows: Float[Array, "X n D"]) -> Bool[Array, "X n 1"]:
-    """Which rows are among the first `counts` of each holder."""
+    """Masks the first `counts[x]` rows of shard x."""
     return (jnp.arange(rows.shape[1], dtype=jnp.int32) < counts[:, None])[..., None]

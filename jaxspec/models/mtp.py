@@ -1,5 +1,7 @@
-"""Native multi-token prediction: whole decoder layers behind the target, as DeepSeek-V3 (arXiv
-2412.19437, 2.2) and MiMo train them."""
+"""Native multi-token prediction (MTP).
+
+Draft layers are full decoder layers, as in DeepSeek-V3 (arXiv 2412.19437, section 2.2) and MiMo.
+"""
 
 import dataclasses
 
@@ -15,11 +17,11 @@ from jaxspec.models.rope import rotary_table
 
 
 class Mtp(nnx.Module):
-    """Draft position t sees the target's final-norm hidden state of position t and token t+1, and
-    predicts token t+2.
+    """Multi-token-prediction draft, with the target's embedding and head.
 
-    Embedding and head are the target's. Deeper steps feed the previous layer's post-final-norm
-    output instead (unlike EAGLE-3); step i runs layer i mod `depth`.
+    Draft position t reads the target's final-norm hidden state at t and token t+1, and predicts
+    token t+2. Deeper steps read the previous layer's output after its final norm instead, unlike
+    EAGLE-3. Step i runs layer i mod `depth`.
     """
 
     with_taps = False
@@ -33,8 +35,15 @@ class Mtp(nnx.Module):
         layers: int = 1,
         embedding_first: bool = True,
     ):
-        """Random weights; each of the `layers`, of the kind that `config` says, projects
-        [embedding, hidden], or [hidden, embedding] as MiMo-7B does."""
+        """Initializes random weights.
+
+        Args:
+          config: Architecture of a layer.
+          key: Random key.
+          layers: Number of layers.
+          embedding_first: Whether layers project [embedding, hidden]. MiMo-7B projects
+            [hidden, embedding].
+        """
         dtype, d = master_dtype(config), config.embed
         project_key, layers_key = jax.random.split(key)
         self.config = dataclasses.replace(config, layers=layers)
@@ -47,11 +56,11 @@ class Mtp(nnx.Module):
         self.norm = nnx.Param(jnp.ones((layers, d), dtype))
 
     def embed_tokens(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        """The target's embeddings of tokens."""
+        """Looks up tokens in the target's embedding."""
         return target.embedding[...][tokens]
 
     def to_hidden(self, features: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The target's final-norm hidden states are the first ones."""
+        """Returns the target's final-norm hidden states unchanged."""
         return features
 
     def attention_inputs(
@@ -61,8 +70,10 @@ class Mtp(nnx.Module):
         embedded: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> AttentionInputs:
-        """Queries, keys and values of the layer's projected input, rotated to `positions`; that
-        input is the residual."""
+        """Projects to queries, keys and values.
+
+        Queries and keys are rotated to `positions`. The residual is the projected input.
+        """
         eps, weights = self.config.norm_eps, self.layers.select_layer(layer)
         inputs = [
             rms_norm(embedded, self.embedding_norm[layer], eps),
@@ -78,11 +89,17 @@ class Mtp(nnx.Module):
     def layer_output(
         self, layer: int, residual: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
     ) -> Float[Array, "B T D"]:
-        """The rest of the layer with its final norm; the output is the next depth's hidden
-        state."""
+        """Runs a layer after attention, and its norm.
+
+        The output is the hidden state of the next depth.
+        """
         output, _ = finish_layer(residual, attended, self.layers.select_layer(layer), self.config)
         return rms_norm(output, self.norm[layer], self.config.norm_eps)
 
     def logits(self, target: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits of post-norm outputs by the target's head, in at least float32."""
+        """Computes logits with the target's head.
+
+        They are in at least float32.
+        """
+        # `layer_output` has already applied the final norm.
         return target.logits(hidden)

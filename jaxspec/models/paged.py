@@ -1,6 +1,8 @@
-"""The paged layout: a pool of pages of which each row has those that its table names, so that rows
-of a group share the pages of their prompt and no row has more than it needs (Kwon et al., arXiv
-2309.06180)."""
+"""Paged cache layout (Kwon et al., arXiv 2309.06180).
+
+A table lists the pages of each row in a common pool. Rows of a group share the pages of their
+prompt.
+"""
 
 from functools import partial
 from typing import Any
@@ -25,17 +27,21 @@ from jaxspec.models.cache import (
 
 
 def empty_pages(cache: KVCache, pages: int, page_size: int) -> KVCache:
-    """A pool of zeros like another cache, which a table makes rows of."""
+    """Returns a pool of zeros.
+
+    Layers and heads are those of `cache`. The caller sets its table.
+    """
     return empty_cache_like(cache, pages, 1, page_size, PAGED)
 
 
 def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
     """See `CacheLayout`."""
     size = cache.page_size
+    # Positions without a page get a page beyond the pool, where writes are dropped.
     pages = jnp.take_along_axis(
         cache.table, positions // size, axis=1, mode="fill", fill_value=cache.page_count
     )
-    # a negative index would count from the end of the table
+    # A negative index would count from the end of the table.
     pages = jnp.where(positions < 0, cache.page_count, pages)
     return CacheAddresses(pages, positions % size)
 
@@ -49,6 +55,7 @@ def read_positions(
     column = jnp.minimum(first // size, row_pages - pages)
     page_ids = lax.dynamic_slice_in_dim(cache.table, column, pages, axis=1)
 
+    # Clips entries beyond the pool. The mask hides the positions of such pages.
     def gather(pool: Any) -> Array:
         indexed = pool[layer].at[page_ids] if isinstance(pool, tuple) else pool.at[layer, page_ids]
         return indexed.get(mode="clip")
@@ -60,11 +67,12 @@ def read_positions(
 def attend(
     grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, mask: AttentionMask
 ) -> PartialAttention:
-    """See `CacheLayout`; by an accelerator kernel where there is one for these shapes."""
+    """See `CacheLayout`. Uses a GPU kernel if it supports devices and shapes."""
     if paged_attention.has_hopper_gpus() and paged_attention.supports_shapes(
         grouped, cache.keys[0]
     ):
         keys, values = cache.keys, cache.values
+        # The kernel expects a stack of layers.
         if isinstance(keys, tuple):
             keys, values, layer = keys[layer][None], values[layer][None], 0
         layer_index = jnp.asarray(layer, jnp.int32)
@@ -77,7 +85,10 @@ def attend(
 
 
 def copy_prompt(cache: KVCache, copy: PromptCopy, prompts: KVCache) -> KVCache:
-    """Copies the pages of a prompt that a row of its group writes to; the others are shared."""
+    """Copies those pages that the row will write to.
+
+    The prompt's other pages are shared.
+    """
 
     def copy_pages(lead: int, pool: Array) -> Array:
         lead_index = (slice(None),) * lead
@@ -88,12 +99,14 @@ def copy_prompt(cache: KVCache, copy: PromptCopy, prompts: KVCache) -> KVCache:
 
 
 def take_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
-    """Pages stay where they are: only tables move."""
+    """See `CacheLayout`."""
+    # Rows share one pool of pages. The caller selects their rows of the table.
     return cache
 
 
 def write_rows(cache: KVCache, rows: Int[Array, " b"], row_cache: KVCache) -> KVCache:
-    """What stands in the pages by then."""
+    """See `CacheLayout`."""
+    # `take_rows` returned the whole pool, so `row_cache` has all pages.
     return row_cache
 
 

@@ -1,5 +1,8 @@
-"""How the weights of a network lie for generation: products that read the same input are fused,
-layers unrolled, and on a CPU large weights transposed or cut (`kernels/cpu_layouts.py`)."""
+"""Weight layouts for generation.
+
+Products with the same input are fused, and layers unrolled. On a CPU, large weights are also
+transposed or split (`kernels/cpu_layouts.py`).
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,63 +25,75 @@ from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.layers import LOGICAL_AXES
 
 _INPUT_AXES = {"qkv": 1, "output": 2, "gate_up": 1, "down": 1}
-"""Axes of a layer's products that are summed over."""
+"""Number of axes that each product of a layer sums over."""
 _ALL_PRODUCTS = (*_INPUT_AXES, "head")
 
 
 class WeightLayout(NamedTuple):
-    """How a network's weights lie for generation."""
+    """Layout of a network's weights for generation."""
 
     fused: bool = False
-    """Queries, keys and values side by side, and gate and up: one product each."""
+    """Whether query, key and value are one product, and gate and up another."""
+    # On a CPU, XLA copies each layer that it slices out of a stack. On GPUs, it cannot run a loop
+    # over layers inside a CUDA graph.
     unrolled: bool = False
-    """Layers one by one instead of stacked: XLA copies what it slices out of a stack on a CPU, and
-    on GPUs runs no loop over layers inside a CUDA graph."""
+    """Whether layers are a list instead of stacked."""
     transposed: tuple[str, ...] = ()
-    """Products whose weights are `TransposedParam`: names of fused ones, or `head`."""
+    """Names of products with a `TransposedParam` weight."""
     blocked: tuple[str, ...] = ()
-    """Products whose weights are `BlockedParam`, likewise."""
+    """Names of products with a `BlockedParam` weight."""
     split: tuple[str, ...] = ()
-    """Products whose weights are `SplitParam`, likewise."""
+    """Names of products with a `SplitParam` weight."""
 
 
 def fastest_layout(
     config: ModelSpec, tensor: int, threads: int, tokens: Sequence[int]
 ) -> WeightLayout:
-    """The fastest known layout for passes over each of these numbers of `tokens` on every data
-    shard, of `tensor` devices, or of one that is a CPU with so many `threads` (0: any others).
+    """Chooses the fastest known layout.
 
-    Measured on two cores of an x86 CPU (AVX-512) in float32, from a width of 256 on (at 128 all of
-    it is slower): transposed weights make products of 2 to 32 tokens up to 1.5 times as fast.
-    Blocks make those of 2 to 15 tokens 1.2 to 2.3 times as fast as transposed weights where a
-    device is one thread; XLA uses one thread for them. Of one token, the feed-forward layer's last
-    product gains by transposed weights, the others from a width of 512 on by parts: 1.2 to 1.5
-    times as fast; where several tokens meet the same weights in turn with one, parts cost these
-    nothing if there are two threads, and half their speed if there is one.
+    Args:
+      config: Architecture of the network.
+      tensor: Number of devices of a data shard.
+      threads: Number of threads if each data shard is a single CPU device, else 0.
+      tokens: Numbers of tokens of the passes, on each data shard.
     """
+    # All speeds below were measured on two cores of an x86 CPU (AVX-512), in float32.
+    # Fused products need whole KV heads on each device.
     if config.kv_heads % tensor:
         return WeightLayout()
+    # At a width of 128, all CPU layouts are slower.
     if threads == 0 or config.embed < 256:
         return WeightLayout(fused=True, unrolled=True)
+    # With one token, the last product of the feed-forward layer is faster with transposed weights.
+    # The others are 1.2 to 1.5 times as fast with parts, from a width of 512 on. If other passes
+    # have several tokens, parts cost them nothing with two threads, but half their speed with one.
     if max(tokens) == 1 or (min(tokens) == 1 and threads > 1):
         split = (
             tuple(name for name in _ALL_PRODUCTS if name != "down") if config.embed >= 512 else ()
         )
         return WeightLayout(fused=True, unrolled=True, transposed=("down",), split=split)
+    # With 2 to 15 tokens, blocks are 1.2 to 2.3 times as fast as transposed weights. XLA uses only
+    # one thread for them.
     if max(tokens) < BLOCK_LOOP_ROWS and threads == 1:
         return WeightLayout(fused=True, unrolled=True, blocked=_ALL_PRODUCTS)
+    # With 2 to 32 tokens, transposed weights are up to 1.5 times as fast as the plain layout.
     return WeightLayout(fused=True, unrolled=True, transposed=_ALL_PRODUCTS)
 
 
 def shard_specs(mesh: Mesh, networks: Any) -> Any:
-    """How weights that generation reads are split over what splits rows: every shard has all of
-    them, but of the experts its own."""
+    """Returns partition specs of weights over row axes.
+
+    Generation splits experts only. Every shard has all other weights.
+    """
     sharding_tree = assign_shardings(mesh, networks, LOGICAL_AXES, ROLLOUT_RULES)
     return jax.tree.map(lambda sharding: keep_row_axes(sharding.spec), sharding_tree)
 
 
 def apply_layout(network: Any, layout: WeightLayout) -> Any:
-    """The network with its layers (those of a draft too) laid out; the products are the same."""
+    """Converts a network to a layout.
+
+    Its results stay the same. Layers of a draft are converted too.
+    """
     if not layout.fused:
         return network
 
@@ -94,11 +109,14 @@ def apply_layout(network: Any, layout: WeightLayout) -> Any:
 
 
 def pad_vocabulary(network: Any, mesh: Mesh) -> Any:
-    """The network with rows of zeros in every decoder's vocabulary, as many as make it split over
-    `tensor`; `Decoder.logits` leaves out what they give."""
+    """Pads vocabularies to a multiple of `tensor`.
+
+    The new rows are zeros. `Decoder.logits` drops their logits.
+    """
 
     def pad_weight(weight: nnx.Variable, axis: int, padding: int) -> nnx.Param:
-        # Training keeps it whole over `tensor`, so that a device has all of it once it is gathered.
+        # Training does not split such a vocabulary over `tensor`. Each device can therefore pad the
+        # full weight.
         full_weight = jax.lax.with_sharding_constraint(weight[...], NamedSharding(mesh, P()))
         widths = [(0, padding if dimension == axis else 0) for dimension in range(full_weight.ndim)]
         return nnx.Param(jnp.pad(full_weight, widths))
@@ -107,6 +125,7 @@ def pad_vocabulary(network: Any, mesh: Mesh) -> Any:
         padding = -node.config.vocab % mesh.shape[TENSOR] if isinstance(node, Decoder) else 0
         if not padding:
             return node
+        # Copies the module, so that the caller's does not change.
         node = jax.tree.map(lambda leaf: leaf, node)
         node.embedding = pad_weight(node.embedding, 0, padding)
         if node.head is not None:
@@ -117,13 +136,14 @@ def pad_vocabulary(network: Any, mesh: Mesh) -> Any:
 
 
 def _fuse_layers(layers: Layers, layout: WeightLayout) -> Layers:
-    """Stacked layers with their products fused; the first axis is a layer's place everywhere."""
-    # the module is changed below, and its caller's is not to be
+    """Fuses the products of stacked layers."""
+    # Copies the module, so that the caller's does not change.
     layers = jax.tree.map(lambda leaf: leaf, layers)
     kv_heads = layers.key.shape[2]
 
     def group_by_kv_head(query: nnx.Variable, key: nnx.Variable, value: nnx.Variable) -> nnx.Param:
-        """[..., N, H] and twice [..., M, H] as [..., M, R + 2, H]."""
+        """Joins [..., N, H] and two [..., M, H] to [..., M, R + 2, H]."""
+        # Grouped by KV head, so that `tensor` splits queries together with their keys and values.
         grouped = query[...].reshape(*query.shape[:-2], kv_heads, -1, query.shape[-1])
         return nnx.Param(
             jnp.concatenate([grouped, key[...][..., None, :], value[...][..., None, :]], axis=-2)
@@ -133,6 +153,7 @@ def _fuse_layers(layers: Layers, layout: WeightLayout) -> Layers:
     if layers.query_bias is not None:
         layers.qkv_bias = group_by_kv_head(layers.query_bias, layers.key_bias, layers.value_bias)
     if layers.query_norm is not None and layers.key_norm is not None:
+        # One norm weight per head, because queries and keys are normalized at once.
         queries = jnp.repeat(layers.query_norm[...][:, None], layers.qkv.shape[-2] - 2, axis=1)
         layers.qk_norm = nnx.Param(
             jnp.concatenate([queries, layers.key_norm[...][:, None]], axis=1)
@@ -161,7 +182,7 @@ def _fuse_layers(layers: Layers, layout: WeightLayout) -> Layers:
 def _convert_weight(
     weight: nnx.Param, name: str, lead_axes: int, input_axes: int, layout: WeightLayout
 ) -> nnx.Param:
-    """A weight [lead, *in, *out] as the layout has it."""
+    """Converts one weight [lead, *in, *out]."""
     if name in layout.transposed:
         return transpose_weight(weight, lead_axes, input_axes)
     if name in layout.split:
@@ -170,12 +191,13 @@ def _convert_weight(
 
 
 def _unroll_decoder(decoder: Decoder, layout: WeightLayout) -> Decoder:
+    """Unrolls a decoder's layers and converts its head."""
     decoder = jax.tree.map(lambda leaf: leaf, decoder)
     if layout.unrolled and isinstance(decoder.layers, Layers):
         layers = nnx.List(
             [decoder.layers.select_layer(index) for index in range(decoder.config.layers)]
         )
-        setattr(decoder, "layers", layers)  # noqa: B010 - a fresh decoder's are stacked, as its class says
+        setattr(decoder, "layers", layers)  # noqa: B010 - its type is `Layers`
     if decoder.head is not None:
         decoder.head = _convert_weight(decoder.head, "head", 0, 1, layout)
     return decoder

@@ -69,15 +69,19 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     """
     config, rows = job.config, job.config.offline.rows
     # The configured number of pages is for batches of training, which have other sizes.
-    plain_generator = job.step.generator.plain().with_(prompts=rows, group_size=1, pages=0)
+    plain_generator = job.step.generator.without_draft().make_variant(
+        prompts=rows, group_size=1, pages=0
+    )
     # Only drafts use earlier answers, and this generator has none.
-    generator = dataclasses.replace(plain_generator, past=0)
+    generator = dataclasses.replace(plain_generator, past_answers=0)
     stream = load_sets(config, job.tokenizer, require_answers=False).make_stream(config.seed)
     abstract_batch = abstract_prompts(generator, rows)
 
     @partial(jax.jit, out_shardings=meshes.replicated_sharding(job.mesh))
     def generate(policy: Decoder, prompts: Prompts) -> PyTree:
-        rollout = generator.generate(generator.sync(policy, None, generator.start()), prompts)
+        rollout = generator.generate(
+            generator.sync_weights(policy, None, generator.init_state()), prompts
+        )
         # Without response tokens the loss mask is empty, and the row is filtered later.
         lengths = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
         return rollout.tokens, rollout.prompt_lengths, lengths

@@ -1,1 +1,1 @@
-"""The processes of a job: how they are told of each other, meet, and notice that one has ended."""
+"""Processes of a job: how they meet and end, and which devices and rows they have."""

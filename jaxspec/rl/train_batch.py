@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.mesh import (
     ROWS,
-    from_host_values,
     replicated_sharding,
     row_shard_count,
     row_sharding,
     update_row_sharding,
 )
+from jaxspec.processes.global_arrays import from_host_values
 from jaxspec.state import AnyArray, Pack, PackingPlan, PyTree, Tree, pytree
 
 

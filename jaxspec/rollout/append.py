@@ -18,8 +18,8 @@ from jaxspec.drafts.pieces import Pieces
 from jaxspec.mesh import max_over_experts
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout.decode_state import Caches, DecodeState, slot_count, taken
-from jaxspec.rollout.round import features
+from jaxspec.rollout.decode_state import Caches, DecodeState, gather_rows, slot_count
+from jaxspec.rollout.round import draft_features
 from jaxspec.state import Drafter, PyTree
 
 
@@ -28,10 +28,10 @@ class Texts(NamedTuple):
 
     tokens: Int[Array, "R S"]
     """Of all rows."""
-    row: Int[Array, " H"]
+    rows: Int[Array, " H"]
     """The row of each text."""
-    length: Int[Array, " H"]
-    unread: Int[Array, " H"]
+    lengths: Int[Array, " H"]
+    unread_counts: Int[Array, " H"]
     """Positions to read, up to the last but one. The last token is read by the next round."""
     table: Int[Array, "H N"]
     """Pages of each text."""
@@ -40,36 +40,40 @@ class Texts(NamedTuple):
 class PassSize(NamedTuple):
     """Size of a pass over known text."""
 
-    pieces: int
-    positions: int
+    piece_count: int
+    piece_length: int
     """Of each piece."""
 
 
-def append(
+def append_texts(
     target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, size: PassSize
 ) -> DecodeState:
     """Reads what prompts and rows in slots have yet to read, into their pages."""
     rollout, prompts, slots = state.rollout, state.queue.prompts, slot_count(state)
     texts = Texts(
         tokens=rollout.tokens,
-        row=jnp.concatenate([state.row, prompts.row]),
-        length=jnp.concatenate(
-            [taken(rollout.lengths, state.row), rollout.prompt_lengths[prompts.row]]
+        rows=jnp.concatenate([state.row, prompts.first_row]),
+        lengths=jnp.concatenate(
+            [gather_rows(rollout.lengths, state.row), rollout.prompt_lengths[prompts.first_row]]
         ),
-        unread=state.unread,
+        unread_counts=state.unread_counts,
         table=state.pages.table,
     )
-    both = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=0), state.draft, prompts.draft)
-    caches, both = read_texts(target, drafter, draft, texts, state.caches, both, size)
-    of_slots, of_prompts = (
-        jax.tree.map(lambda leaf, part=part: leaf[part], both)
-        for part in (slice(None, slots), slice(slots, None))
+    draft_states = jax.tree.map(
+        lambda *leaves: jnp.concatenate(leaves, axis=0), state.draft, prompts.draft
+    )
+    caches, draft_states = read_texts(
+        target, drafter, draft, texts, state.caches, draft_states, size
+    )
+    slot_states, prompt_states = (
+        jax.tree.map(lambda leaf, indices=indices: leaf[indices], draft_states)
+        for indices in (slice(None, slots), slice(slots, None))
     )
     return state.replace(
         caches=caches,
-        draft=of_slots,
-        queue=state.queue.replace(prompts=prompts.replace(draft=of_prompts)),
-        unread=jnp.zeros_like(state.unread),
+        draft=slot_states,
+        queue=state.queue.replace(prompts=prompts.replace(draft=prompt_states)),
+        unread_counts=jnp.zeros_like(state.unread_counts),
     )
 
 
@@ -86,11 +90,13 @@ def read_texts(
 
     Returns the caches without a table, and the draft's state of each text.
     """
-    ends = jnp.cumsum(-(-texts.unread // size.positions), dtype=jnp.int32)
+    piece_ends = jnp.cumsum(-(-texts.unread_counts // size.piece_length), dtype=jnp.int32)
 
-    def read(turn: Int[Array, ""], carry: tuple[Caches, PyTree]) -> tuple[Caches, PyTree]:
-        caches, draft_state = carry
-        pieces = take_pieces(texts, ends, turn, size)
+    def read_pieces(
+        pass_index: Int[Array, ""], loop_state: tuple[Caches, PyTree]
+    ) -> tuple[Caches, PyTree]:
+        caches, draft_state = loop_state
+        pieces = select_pieces(texts, piece_ends, pass_index, size)
         # no page where there is no text, so that nothing is written
         table = jnp.take(
             texts.table,
@@ -100,39 +106,47 @@ def read_texts(
             fill_value=caches.target.page_count,
         )
         caches = caches.with_table(table)
-        taps = draft.taps if draft else ()
-        forward = target(pieces.tokens, pieces.positions, caches.target, taps)
+        tap_layers = draft.taps if draft else ()
+        forward = target(pieces.tokens, pieces.positions, caches.target, tap_layers)
         assert forward.cache is not None, "a cache that goes in comes back"
         draft_cache: KVCache | None = caches.draft
         if draft is not None:
             draft_state, draft_cache = draft.prefill(
-                drafter.network, target, draft_state, draft_cache, pieces, features(forward)
+                drafter.network, target, draft_state, draft_cache, pieces, draft_features(forward)
             )
         return Caches(target=forward.cache, draft=draft_cache).without_table(), draft_state
 
-    turns = max_over_experts((ends[-1] + size.pieces - 1) // size.pieces)
-    return lax.fori_loop(0, turns, read, (caches.without_table(), draft_state))
+    pass_count = max_over_experts((piece_ends[-1] + size.piece_count - 1) // size.piece_count)
+    return lax.fori_loop(0, pass_count, read_pieces, (caches.without_table(), draft_state))
 
 
-def take_pieces(
-    texts: Texts, ends: Int[Array, " H"], turn: Int[Array, ""], size: PassSize
+def select_pieces(
+    texts: Texts, piece_ends: Int[Array, " H"], pass_index: Int[Array, ""], size: PassSize
 ) -> Pieces:
-    """Returns the pieces of a pass; `ends` counts those of all texts up to each."""
-    number = turn * size.pieces + jnp.arange(size.pieces, dtype=jnp.int32)
+    """Returns the pieces of a pass; `piece_ends` counts those of all texts up to each."""
+    piece_numbers = pass_index * size.piece_count + jnp.arange(size.piece_count, dtype=jnp.int32)
     # `searchsorted` would be a loop of many kernels on a GPU
-    text = jnp.sum(number[:, None] >= ends, axis=1, dtype=jnp.int32)
-    before = jnp.where(text > 0, jnp.take(ends, text - 1, mode="clip"), 0)
+    text_indices = jnp.sum(piece_numbers[:, None] >= piece_ends, axis=1, dtype=jnp.int32)
+    first_piece = jnp.where(
+        text_indices > 0, jnp.take(piece_ends, text_indices - 1, mode="clip"), 0
+    )
 
-    def of_text(leaf: Int[Array, " H"]) -> Int[Array, " N"]:
-        return jnp.take(leaf, text, mode="clip")
+    def gather_text(leaf: Int[Array, " H"]) -> Int[Array, " N"]:
+        return jnp.take(leaf, text_indices, mode="clip")
 
-    start = of_text(texts.length - 1 - texts.unread) + (number - before) * size.positions
-    length = jnp.clip(of_text(texts.length) - 1 - start, 0, size.positions)
-    there = text < len(ends)
-    start = jnp.where(there, start, 0)
-    positions = start[:, None] + jnp.arange(size.positions, dtype=jnp.int32)
-    row = jnp.minimum(of_text(texts.row), len(texts.tokens) - 1)[:, None]
-    tokens = texts.tokens[row, jnp.minimum(positions, texts.tokens.shape[1] - 1)]
+    start_positions = (
+        gather_text(texts.lengths - 1 - texts.unread_counts)
+        + (piece_numbers - first_piece) * size.piece_length
+    )
+    piece_lengths = jnp.clip(gather_text(texts.lengths) - 1 - start_positions, 0, size.piece_length)
+    has_text = text_indices < len(piece_ends)
+    start_positions = jnp.where(has_text, start_positions, 0)
+    positions = start_positions[:, None] + jnp.arange(size.piece_length, dtype=jnp.int32)
+    piece_rows = jnp.minimum(gather_text(texts.rows), len(texts.tokens) - 1)[:, None]
+    tokens = texts.tokens[piece_rows, jnp.minimum(positions, texts.tokens.shape[1] - 1)]
     return Pieces(
-        tokens=tokens, positions=positions, text_indices=text, lengths=jnp.where(there, length, 0)
+        tokens=tokens,
+        positions=positions,
+        text_indices=text_indices,
+        lengths=jnp.where(has_text, piece_lengths, 0),
     )

@@ -20,12 +20,14 @@ class Caches(Tree):
     draft: KVCache | None
     """None: there is no draft, or one without a cache."""
 
-    def map(self, function: Callable[..., KVCache], *others: "Caches") -> "Caches":
+    def map(self, function: Callable[..., KVCache], *other_caches: "Caches") -> "Caches":
         """Both, changed alike."""
-        target = function(self.target, *(other.target for other in others))
+        target = function(self.target, *(other.target for other in other_caches))
         if self.draft is None:
             return Caches(target=target, draft=None)
-        return Caches(target=target, draft=function(self.draft, *(other.draft for other in others)))
+        return Caches(
+            target=target, draft=function(self.draft, *(other.draft for other in other_caches))
+        )
 
     def with_table(self, table: Int[Array, "B N"]) -> "Caches":
         """As a round reads and writes them."""
@@ -48,7 +50,7 @@ class PromptState(Tree):
     Empty (n = 0) where every row has a slot from the start.
     """
 
-    row: Int[Array, " n"]
+    first_row: Int[Array, " n"]
     """The first row of its group."""
     caches: Caches
     """Empty too where the prompts' keys and values lie in pages."""
@@ -60,7 +62,7 @@ class Queue(Tree):
     """The rows that have no slot."""
 
     waiting: Bool[Array, " R"]
-    order: Int[Array, " R"]
+    admission_order: Int[Array, " R"]
     """Rows in order of admission; an evicted row comes again before those behind it."""
     prompts: PromptState
 
@@ -84,7 +86,7 @@ class DecodeState(Tree):
     keys: Key[Array, " R"]
     caches: Caches
     """The target's is valid below the last committed token, which the next round reads, but for
-    what is `unread`."""
+    what `unread_counts` says is unread."""
     draft: PyTree
     """What else the draft keeps, by slot."""
     round: Int[Array, " 1"]
@@ -92,13 +94,13 @@ class DecodeState(Tree):
     queue: Queue
     pages: Pages
     """Of the slots, then of the prompts. There are none where caches are contiguous."""
-    unread: Int[Array, " A"]
-    """Positions of each holder of pages that `append` has yet to read."""
-    admitted: Int[Array, " B"]
+    unread_counts: Int[Array, " A"]
+    """Positions of each holder of pages that `append_texts` has yet to read."""
+    admission_index: Int[Array, " B"]
     """How many admissions there were before that of each slot's row."""
     acceptance: AcceptanceEstimate
     """Of the draft, with a first axis of one; it stays as it is where all rounds draft alike."""
-    matched: Int[Array, " R"] | None
+    stop_state: Int[Array, " R"] | None
     """How much of a stop string each response ends with; None: there are none, and nothing of them
     is compiled."""
 
@@ -110,19 +112,19 @@ def slot_count(state: DecodeState) -> int:
 
 def rows_may_wait(state: DecodeState) -> bool:
     """Whether a row may have no slot. Known when a program is traced."""
-    return len(state.queue.prompts.row) > 0
+    return len(state.queue.prompts.first_row) > 0
 
 
-def may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
+def pages_may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
     """Whether there are fewer pages than all slots and prompts can need: whether a row can be
     evicted. Known when a program is traced, of a state with all its slots."""
-    pages, count = state.pages, slot_count(state)
-    holders, of_row = pages.table.shape
-    if not of_row:
+    pages, slots = state.pages, slot_count(state)
+    owner_count, pages_per_row = pages.table.shape
+    if not pages_per_row:
         return False
-    width = state.rollout.tokens.shape[1] - max_new_tokens
-    of_prompt = -(-width // state.caches.page_size)
-    return len(pages.references) < count * of_row + (holders - count) * of_prompt
+    prompt_length = state.rollout.tokens.shape[1] - max_new_tokens
+    pages_per_prompt = -(-prompt_length // state.caches.page_size)
+    return len(pages.references) < slots * pages_per_row + (owner_count - slots) * pages_per_prompt
 
 
 Rows = slice | Int[Array, " B"]
@@ -135,31 +137,31 @@ def rows_of_slots(state: DecodeState) -> Rows:
     That they are in order is known when a program is traced, but not to XLA, which makes a loop of
     each scatter on a CPU: a plain round would have 7 loops more, one with a draft 13.
     """
-    seated = not rows_may_wait(state) and slot_count(state) == len(state.rollout.status)
-    return slice(None) if seated else state.row
+    in_order = not rows_may_wait(state) and slot_count(state) == len(state.rollout.status)
+    return slice(None) if in_order else state.row
 
 
-def taken(leaf: Array, rows: Rows) -> Array:
+def gather_rows(leaf: Array, rows: Rows) -> Array:
     """What a slot's row has; for an empty slot, that of the last row."""
     return leaf[rows] if isinstance(rows, slice) else jnp.take(leaf, rows, axis=0, mode="clip")
 
 
-def added(leaf: Array, rows: Rows, change: Array) -> Array:
+def add_to_rows(leaf: Array, rows: Rows, change: Array) -> Array:
     """Adds to what rows have, by slot."""
     return leaf + change if isinstance(rows, slice) else leaf.at[rows].add(change, mode="drop")
 
 
-def active(state: DecodeState) -> Bool[Array, " B"]:
+def active_slots(state: DecodeState) -> Bool[Array, " B"]:
     """Slots with a row that has not ended."""
-    running = taken(state.rollout.status, rows_of_slots(state)) == RUNNING
+    running = gather_rows(state.rollout.status, rows_of_slots(state)) == RUNNING
     return running & (state.row < len(state.rollout.status))
 
 
-def anything_unread(state: DecodeState) -> Bool[Array, ""]:
+def has_unread_text(state: DecodeState) -> Bool[Array, ""]:
     """Whether a row cannot take part in a round before its text is read."""
-    return max_over_experts(jnp.any(state.unread > 0))
+    return max_over_experts(jnp.any(state.unread_counts > 0))
 
 
-def waiting(state: DecodeState) -> Bool[Array, ""]:
+def has_waiting_rows(state: DecodeState) -> Bool[Array, ""]:
     """Whether a row has no slot yet."""
     return jnp.any(state.queue.waiting)

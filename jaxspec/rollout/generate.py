@@ -1,9 +1,9 @@
 """The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`.
 
-`generate` does all of it in one program.
+`generate_sharded` does all of it in one program.
 
-All three work on the rows of one shard; `generate`, `begin_sharded` and `advance_sharded` run them
-on every shard of a mesh, of which those that differ in `expert` alone step together.
+All three work on the rows of one shard; `generate_sharded`, `begin_sharded` and `advance_sharded`
+run them on every shard of a mesh, of which those that differ in `expert` alone step together.
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import shard_specs
 from jaxspec.rollout.decode_state import (
     DecodeState,
-    may_run_out,
+    pages_may_run_out,
     slot_count,
 )
-from jaxspec.rollout.loops import build_loops, run_loops, unfinished
-from jaxspec.rollout.prefill import append_unread, prepare
+from jaxspec.rollout.loops import build_loops, has_unfinished_rows, run_loops
+from jaxspec.rollout.prefill import append_unread_texts, prepare_state
 from jaxspec.rollout.settings import Settings
 from jaxspec.state import Drafter, Prompts, PyTree, Rollout
 
@@ -37,32 +37,36 @@ def advance(
     state: DecodeState,
     max_rounds: Int[Array, ""] | int,
     settings: Settings,
-    prefilled: bool = True,
+    is_prefilled: bool = True,
 ) -> DecodeState:
     """Runs up to `max_rounds` rounds, or until every row has ended.
 
-    Slices give the same tokens as one long call. `prefilled` says whether all prompts are read.
+    Slices give the same tokens as one long call. `is_prefilled` says whether all prompts are read.
     """
     # Without a limit, `max_rounds` is the largest number: the sum must not pass it.
-    limit = state.round[0] + jnp.minimum(max_rounds, jnp.iinfo(jnp.int32).max - state.round[0])
+    round_limit = state.round[0] + jnp.minimum(
+        max_rounds, jnp.iinfo(jnp.int32).max - state.round[0]
+    )
     # A shard of few rows begins with fewer slots than its tail's first loop has.
     tail = tuple(size for size in settings.tail if size < slot_count(state))
-    evicts = may_run_out(state, settings.max_new_tokens)
-    loops = build_loops(target, drafter, draft, settings, limit, evicts)
+    may_evict = pages_may_run_out(state, settings.max_new_tokens)
+    loops = build_loops(target, drafter, draft, settings, round_limit, may_evict)
 
-    def read(state: DecodeState) -> DecodeState:
-        return append_unread(target, drafter, draft, state, settings)
+    def read_texts(state: DecodeState) -> DecodeState:
+        return append_unread_texts(target, drafter, draft, state, settings)
 
-    if not evicts and not prefilled:
-        state = read(state)
-    if loops.pauses is None:
-        return run_loops(loops, loops.fill(state), tail)
+    if not may_evict and not is_prefilled:
+        state = read_texts(state)
+    if loops.needs_pause is None:
+        return run_loops(loops, loops.fill_slots(state), tail)
 
     def fill_and_run(state: DecodeState) -> DecodeState:
-        return run_loops(loops, loops.fill(read(state) if evicts else state), tail)
+        return run_loops(loops, loops.fill_slots(read_texts(state) if may_evict else state), tail)
 
     with jax.named_scope("of_loops"):
-        return lax.while_loop(lambda state: unfinished(state, 0, limit), fill_and_run, state)
+        return lax.while_loop(
+            lambda state: has_unfinished_rows(state, 0, round_limit), fill_and_run, state
+        )
 
 
 def begin(
@@ -74,9 +78,9 @@ def begin(
     key: Key[Array, ""],
     settings: Settings,
 ) -> DecodeState:
-    """Builds the state before the first round, with all prompts read; see `prepare`."""
-    state = prepare(target, drafter, draft, prompts, first_prompt, key, settings)
-    return append_unread(target, drafter, draft, state, settings)
+    """Builds the state before the first round, with all prompts read; see `prepare_state`."""
+    state = prepare_state(target, drafter, draft, prompts, first_prompt, key, settings)
+    return append_unread_texts(target, drafter, draft, state, settings)
 
 
 def collect(state: DecodeState) -> Rollout:
@@ -84,7 +88,7 @@ def collect(state: DecodeState) -> Rollout:
     return state.rollout
 
 
-def generate(
+def generate_sharded(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
@@ -99,19 +103,23 @@ def generate(
     between devices.
     """
 
-    def shard(
+    def run_shard(
         target: Decoder,
         drafter: Drafter,
         prompts: Prompts,
-        numbers: Int[Array, " n"],
+        prompt_numbers: Int[Array, " n"],
         key: Key[Array, ""],
     ) -> Rollout:
-        state = prepare(target, drafter, draft, prompts, numbers[0], key, settings)
+        state = prepare_state(target, drafter, draft, prompts, prompt_numbers[0], key, settings)
         no_limit = jnp.iinfo(jnp.int32).max
-        return collect(advance(target, drafter, draft, state, no_limit, settings, prefilled=False))
+        return collect(
+            advance(target, drafter, draft, state, no_limit, settings, is_prefilled=False)
+        )
 
-    inputs, numbers = _begin_inputs(mesh, (target, drafter), prompts)
-    return shard_map_rows(mesh, shard, inputs, P(ROWS))(target, drafter, prompts, numbers, key)
+    inputs, prompt_numbers = _begin_inputs(mesh, (target, drafter), prompts)
+    return shard_map_rows(mesh, run_shard, inputs, P(ROWS))(
+        target, drafter, prompts, prompt_numbers, key
+    )
 
 
 def begin_sharded(
@@ -125,31 +133,31 @@ def begin_sharded(
 ) -> DecodeState:
     """`begin` on every shard of `mesh`."""
 
-    def shard(
+    def run_shard(
         target: Decoder,
         drafter: Drafter,
         prompts: Prompts,
-        numbers: Int[Array, " n"],
+        prompt_numbers: Int[Array, " n"],
         key: Key[Array, ""],
     ) -> DecodeState:
-        return begin(target, drafter, draft, prompts, numbers[0], key, settings)
+        return begin(target, drafter, draft, prompts, prompt_numbers[0], key, settings)
 
-    inputs, numbers = _begin_inputs(mesh, (target, drafter), prompts)
-    shards = row_shard_count(mesh)
+    inputs, prompt_numbers = _begin_inputs(mesh, (target, drafter), prompts)
+    shard_count = row_shard_count(mesh)
 
-    def of_a_shard(leaf: Array) -> Any:
+    def shard_shape(leaf: Array) -> Any:
         return (
-            jax.ShapeDtypeStruct((leaf.shape[0] // shards, *leaf.shape[1:]), leaf.dtype)
+            jax.ShapeDtypeStruct((leaf.shape[0] // shard_count, *leaf.shape[1:]), leaf.dtype)
             if leaf.ndim
             else leaf
         )
 
     # How each part is split depends on its shape, which what runs on one shard says.
     state = jax.eval_shape(
-        shard, target, drafter, *jax.tree.map(of_a_shard, (prompts, numbers)), key
+        run_shard, target, drafter, *jax.tree.map(shard_shape, (prompts, prompt_numbers)), key
     )
-    return shard_map_rows(mesh, shard, inputs, _state_specs(state))(
-        target, drafter, prompts, numbers, key
+    return shard_map_rows(mesh, run_shard, inputs, _state_specs(state))(
+        target, drafter, prompts, prompt_numbers, key
     )
 
 
@@ -164,23 +172,23 @@ def advance_sharded(
 ) -> DecodeState:
     """`advance` on every shard of `mesh`."""
 
-    def shard(
+    def run_shard(
         target: Decoder, drafter: Drafter, state: DecodeState, max_rounds: Int[Array, ""]
     ) -> DecodeState:
         return advance(target, drafter, draft, state, max_rounds, settings)
 
     specs, networks = _state_specs(state), shard_specs(mesh, (target, drafter))
-    return shard_map_rows(mesh, shard, (*networks, specs, P()), specs)(
+    return shard_map_rows(mesh, run_shard, (*networks, specs, P()), specs)(
         target, drafter, state, max_rounds
     )
 
 
 def _begin_inputs(mesh: Mesh, networks: PyTree, prompts: Prompts) -> tuple[Any, Array]:
-    by_row = jax.tree.map(lambda leaf: P(ROWS) if leaf.ndim else P(), prompts)
+    prompt_specs = jax.tree.map(lambda leaf: P(ROWS) if leaf.ndim else P(), prompts)
     # Of the prompts' numbers, split like them, a shard gets its own first: a row's key holds its
     # number in the whole batch, so that tokens do not depend on the mesh.
-    numbers = jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
-    return (*shard_specs(mesh, networks), by_row, P(ROWS), P()), numbers
+    prompt_numbers = jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
+    return (*shard_specs(mesh, networks), prompt_specs, P(ROWS), P()), prompt_numbers
 
 
 def _state_specs(state: DecodeState) -> PyTree:

@@ -32,10 +32,10 @@ from jaxspec.models.weight_layout import (
     pad_vocabulary,
     shard_specs,
 )
-from jaxspec.rollout import generate as loop
+from jaxspec.rollout import generate as generation
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback import length_chooser
-from jaxspec.rollout.feedback.acceptance import acceptance_metrics, no_statistics
+from jaxspec.rollout.feedback.acceptance import acceptance_metrics, init_statistics
 from jaxspec.rollout.settings import Settings
 from jaxspec.state import (
     EOS,
@@ -73,25 +73,30 @@ class Generator:
     seed: int
     prompt_length: int
     """Of the longest prompt."""
-    past: int
+    past_answers: int
     """Earlier answers that a prompt brings along."""
     slots: int
     """Rows that a data shard generates at once, at most."""
-    tail: bool
+    uses_tail: bool
     """Whether the last rows move to smaller loops."""
-    lay_out: Callable[[Mesh, int, int], tuple[WeightLayout, WeightLayout]]
+    make_layouts: Callable[[Mesh, int, int], tuple[WeightLayout, WeightLayout]]
     """(mesh, slots, draft length) -> how the weights of the policy lie for that, and those of the
     draft."""
     command_buffers: bool
     """Whether its loops go into CUDA graphs."""
-    about: str
+    description: str
     """What else its programs depend on (policy, draft), in words that a key of measurements is made
     of."""
 
     # ---- variants
 
-    def with_(
-        self, *, prompts: int = 0, group_size: int = 0, draft: Draft | None = None, **settings: Any
+    def make_variant(
+        self,
+        *,
+        prompts: int = 0,
+        group_size: int = 0,
+        draft: Draft | None = None,
+        **settings: Any,
     ) -> "Generator":
         """This generator for another number of `prompts` a call, each answered `group_size`
         times, with another draft, or with other settings.
@@ -102,27 +107,27 @@ class Generator:
           ValueError: another group size without the number of prompts, on which the number of slots
             depends.
         """
-        changed = self.settings._replace(**settings)
+        new_settings = self.settings._replace(**settings)
         if group_size and not prompts:
             raise ValueError(f"groups of {group_size} rows: say how many prompts there are, too")
         if prompts:
-            group = group_size or changed.group_size
-            slots = min(self.slots, prompts * group // row_shard_count(self.mesh))
+            rows_per_prompt = group_size or new_settings.group_size
+            slots = min(self.slots, prompts * rows_per_prompt // row_shard_count(self.mesh))
             tail = (
                 tuple(
-                    slots // part
-                    for part in (TAIL_ON_CARDS if has_accelerators(self.mesh) else TAILS)
-                    if slots // part >= SMALLEST_TAIL
+                    slots // divisor
+                    for divisor in (TAIL_ON_CARDS if has_accelerators(self.mesh) else TAILS)
+                    if slots // divisor >= SMALLEST_TAIL
                 )
-                if self.tail
+                if self.uses_tail
                 else ()
             )
-            changed = changed._replace(
-                group_size=group, slots=slots, tail=settings.get("tail", tail)
+            new_settings = new_settings._replace(
+                group_size=rows_per_prompt, slots=slots, tail=settings.get("tail", tail)
             )
-        return dataclasses.replace(self, settings=changed, draft=draft or self.draft)
+        return dataclasses.replace(self, settings=new_settings, draft=draft or self.draft)
 
-    def plain(self) -> "Generator":
+    def without_draft(self) -> "Generator":
         """This generator without a draft: plain decoding."""
         return dataclasses.replace(self, draft=None, settings=self.settings._replace(lengths=()))
 
@@ -156,12 +161,12 @@ class Generator:
     @property
     def weight_layouts(self) -> tuple[WeightLayout, WeightLayout]:
         """How the weights of policy and draft lie."""
-        return self.lay_out(self.mesh, self.settings.slots, self.draft_length)
+        return self.make_layouts(self.mesh, self.settings.slots, self.draft_length)
 
-    def start(self) -> GeneratorState:
+    def init_state(self) -> GeneratorState:
         """What is known before anything was generated."""
         chooser = (
-            length_chooser.unmeasured(self.settings.lengths, self.row_length)
+            length_chooser.init_chooser(self.settings.lengths, self.row_length)
             if self.settings.lengths
             else None
         )
@@ -171,11 +176,13 @@ class Generator:
             chooser=chooser,
         )
 
-    def observed(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
+    def update_state(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
         """What is known after a rollout: for the draft's temperatures and lengths in the next
         ones, and for its training."""
         chooser = (
-            None if state.chooser is None else length_chooser.update(state.chooser, statistics)
+            None
+            if state.chooser is None
+            else length_chooser.update_chooser(state.chooser, statistics)
         )
         return GeneratorState(
             overlap_by_factor=draft_temperature.update_overlap(state.overlap_by_factor, statistics),
@@ -183,24 +190,24 @@ class Generator:
             chooser=chooser,
         )
 
-    def weight_bytes(self, ready: RolloutWeights) -> int:
+    def count_weight_bytes(self, weights: RolloutWeights) -> int:
         """Bytes of the weights on each device: whole on every data shard, but that `tensor` splits
         them, and `expert` the experts."""
-        networks = ready.target, ready.drafter
-        placed = jax.tree.map(
+        networks = weights.target, weights.drafter
+        shard_shapes = jax.tree.map(
             lambda leaf, spec: NamedSharding(self.mesh, spec).shard_shape(leaf.shape),
             networks,
             shard_specs(self.mesh, networks),
         )
         sizes = jax.tree.map(
-            lambda leaf, shape: math.prod(shape) * leaf.dtype.itemsize, networks, placed
+            lambda leaf, shape: math.prod(shape) * leaf.dtype.itemsize, networks, shard_shapes
         )
         return sum(jax.tree.leaves(sizes)) // self.mesh.shape[TENSOR]
 
     # ---- generation
 
     @jax.named_scope("sync")
-    def sync(
+    def sync_weights(
         self,
         policy: Decoder | AdaptedDecoder,
         draft: PyTree,
@@ -210,84 +217,88 @@ class Generator:
         """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only
         place where weights change sides."""
         policy = merge_lora(policy, rounding_key(self.seed, version))
-        networks = to_rollout((policy, draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype))
+        networks = to_rollout_layout(
+            (policy, draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype)
+        )
         version = jnp.asarray(version, jnp.int32)
         # prefill does not read all weights, and would run beside the collectives of the others
         if needs_ordering(self.mesh):
             version = order_after(version, [signal_all_ready(networks, self.mesh, LOGICAL_AXES)])
         target, network = map(apply_layout, networks, self.weight_layouts)
-        choice = draft_temperature.choose_factors(state.overlap_by_factor, self.settings.grid)
-        drafter = Drafter(network=network, factor_index=choice, chooser=state.chooser)
+        factor_index = draft_temperature.choose_factors(state.overlap_by_factor, self.settings.grid)
+        drafter = Drafter(network=network, factor_index=factor_index, chooser=state.chooser)
         return RolloutWeights(target=target, drafter=drafter, version=version)
 
-    def key(self, prompts: Prompts) -> Key[Array, ""]:
+    def call_key(self, prompts: Prompts) -> Key[Array, ""]:
         """All noise of a call comes from here: (seed, stream, batch)."""
         return stream_key(self.seed, prompts.stream, prompts.batch)
 
     @jax.named_scope("generate")
-    def generate(self, ready: RolloutWeights, prompts: Prompts) -> Rollout:
+    def generate(self, weights: RolloutWeights, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
         if needs_ordering(self.mesh):
-            lengths = order_after(prompts.lengths, [signal_ready(ready.version)])
+            lengths = order_after(prompts.lengths, [signal_ready(weights.version)])
             prompts = prompts.replace(lengths=lengths)
-        rollout = loop.generate(
-            ready.target,
-            ready.drafter,
+        rollout = generation.generate_sharded(
+            weights.target,
+            weights.drafter,
             self.draft,
             prompts,
-            self.key(prompts),
+            self.call_key(prompts),
             self.settings,
             self.mesh,
         )
-        return rollout.replace(version=jnp.zeros_like(rollout.version) + ready.version)
+        return rollout.replace(version=jnp.zeros_like(rollout.version) + weights.version)
 
     @jax.named_scope("generate")
-    def begin(self, ready: RolloutWeights, prompts: Prompts) -> DecodeState:
+    def begin(self, weights: RolloutWeights, prompts: Prompts) -> DecodeState:
         """Prefills, for generation in slices."""
-        return loop.begin_sharded(
-            ready.target,
-            ready.drafter,
+        return generation.begin_sharded(
+            weights.target,
+            weights.drafter,
             self.draft,
             prompts,
-            self.key(prompts),
+            self.call_key(prompts),
             self.settings,
             self.mesh,
         )
 
     @jax.named_scope("generate")
     def advance(
-        self, ready: RolloutWeights, running: DecodeState, max_rounds: Int[Array, ""]
+        self, weights: RolloutWeights, state: DecodeState, max_rounds: Int[Array, ""]
     ) -> DecodeState:
         """One slice of generation; slices give the tokens of one long call."""
-        return loop.advance_sharded(
-            ready.target, ready.drafter, self.draft, running, max_rounds, self.settings, self.mesh
+        return generation.advance_sharded(
+            weights.target, weights.drafter, self.draft, state, max_rounds, self.settings, self.mesh
         )
 
-    def collect(self, ready: RolloutWeights, running: DecodeState) -> Rollout:
+    def collect(self, weights: RolloutWeights, state: DecodeState) -> Rollout:
         """The rows as they stand."""
-        return running.rollout.replace(
-            version=jnp.zeros_like(running.rollout.version) + ready.version
+        return state.rollout.replace(
+            version=jnp.zeros_like(state.rollout.version) + weights.version
         )
 
-    def measure(self, rollout: Rollout, ready: RolloutWeights) -> dict[str, Num[Array, ""]]:
+    def measure_rollout(
+        self, rollout: Rollout, weights: RolloutWeights
+    ) -> dict[str, Num[Array, ""]]:
         """Lengths, endings and acceptance of the rows that were generated."""
-        ran, ended = rollout.status != IDLE, rollout.status == EOS
-        rows = jnp.maximum(jnp.sum(ran), 1)
+        has_run, has_ended = rollout.status != IDLE, rollout.status == EOS
+        rows = jnp.maximum(jnp.sum(has_run), 1)
         lengths = rollout.lengths - rollout.prompt_lengths
-        tokens = jnp.sum(jnp.where(ran, lengths, 0))
-        count = jnp.sum(ended)
-        of_ended = jnp.sum(jnp.where(ended, lengths, 0)) / jnp.maximum(count, 1)
-        of_those_that_ran = jnp.where(ran, lengths.astype(jnp.float32), jnp.nan)
+        tokens = jnp.sum(jnp.where(has_run, lengths, 0))
+        ended_count = jnp.sum(has_ended)
+        ended_length = jnp.sum(jnp.where(has_ended, lengths, 0)) / jnp.maximum(ended_count, 1)
+        run_lengths = jnp.where(has_run, lengths.astype(jnp.float32), jnp.nan)
         return {
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
-            "rollout/length_min": jnp.nanmin(of_those_that_ran),
-            "rollout/length_max": jnp.nanmax(of_those_that_ran),
-            "rollout/length_ended": jnp.where(count > 0, of_ended, jnp.nan),
-            "rollout/prompt_length": jnp.sum(jnp.where(ran, rollout.prompt_lengths, 0)) / rows,
+            "rollout/length_min": jnp.nanmin(run_lengths),
+            "rollout/length_max": jnp.nanmax(run_lengths),
+            "rollout/length_ended": jnp.where(ended_count > 0, ended_length, jnp.nan),
+            "rollout/prompt_length": jnp.sum(jnp.where(has_run, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(
-                rollout.statistics, tokens, ready.drafter.factor_index, self.settings.grid
+                rollout.statistics, tokens, weights.drafter.factor_index, self.settings.grid
             ),
             **{
                 f"status/{name}": jnp.sum(rollout.status == code)
@@ -297,39 +308,43 @@ class Generator:
 
     # ---- shapes
 
-    def no_prompts(self, prompts: int) -> Prompts:
+    def empty_prompts(self, prompt_count: int) -> Prompts:
         """Zeros in the shape of a call's prompts."""
-        tokens = jnp.zeros((prompts, self.prompt_length), jnp.int32)
-        lengths = jnp.zeros((prompts,), jnp.int32)
+        tokens = jnp.zeros((prompt_count, self.prompt_length), jnp.int32)
+        lengths = jnp.zeros((prompt_count,), jnp.int32)
         number = jnp.zeros((), jnp.int32)
         return Prompts(
             tokens=tokens,
             lengths=lengths,
-            live=jnp.zeros((prompts,), bool),
+            live=jnp.zeros((prompt_count,), bool),
             stream=number,
             batch=number,
-            history=jnp.zeros((prompts, self.past, self.row_length), jnp.int32),
-            history_lengths=jnp.zeros((prompts, self.past), jnp.int32),
+            history=jnp.zeros((prompt_count, self.past_answers, self.row_length), jnp.int32),
+            history_lengths=jnp.zeros((prompt_count, self.past_answers), jnp.int32),
         )
 
-    def no_rollout(self, rows: int) -> Rollout:
+    def empty_rollout(self, row_count: int) -> Rollout:
         """Zeros in the shape of a rollout."""
-        wide: Any = jnp.float64 if self.dtype == "float64" else jnp.float32
-        count, size = jnp.zeros((rows,), jnp.int32), self.row_length
-        nothing = no_statistics(
-            rows, self.settings.group_size, self.draft_length, len(self.settings.grid), wide
+        accum_dtype: Any = jnp.float64 if self.dtype == "float64" else jnp.float32
+        zeros, size = jnp.zeros((row_count,), jnp.int32), self.row_length
+        statistics = init_statistics(
+            row_count,
+            self.settings.group_size,
+            self.draft_length,
+            len(self.settings.grid),
+            accum_dtype,
         )
-        logprobs: Float[Array, "B S"] = jnp.zeros((rows, size), wide)
-        tokens = jnp.zeros((rows, size), jnp.int32)
+        logprobs: Float[Array, "B S"] = jnp.zeros((row_count, size), accum_dtype)
+        tokens = jnp.zeros((row_count, size), jnp.int32)
         return Rollout(
             tokens=tokens,
-            prompt_lengths=count,
-            lengths=count,
+            prompt_lengths=zeros,
+            lengths=zeros,
             logprobs=logprobs,
-            origin=jnp.full((rows, size), PROMPT, jnp.int8),
-            status=count,
-            version=count,
-            statistics=nothing,
+            origin=jnp.full((row_count, size), PROMPT, jnp.int8),
+            status=zeros,
+            version=zeros,
+            statistics=statistics,
         )
 
 
@@ -338,13 +353,13 @@ def rounding_key(seed: int, version: Int[Array, ""] | int) -> Key[Array, ""]:
     return stream_key(seed, Stream.ROUNDING, version)
 
 
-def to_rollout(
+def to_rollout_layout(
     network: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]], dtype: Any
 ) -> Any:
     """Weights from the train layout to the rollout layout: casts to `dtype` and constrains every
     leaf, inside a jit one all-gather for each sharded weight."""
     # without the barrier XLA gathers some weights first, in the wider type, and casts them then
-    ready = pad_vocabulary(jax.lax.optimization_barrier(cast_floats(network, dtype)), mesh)
+    weights = pad_vocabulary(jax.lax.optimization_barrier(cast_floats(network, dtype)), mesh)
     return jax.lax.with_sharding_constraint(
-        ready, assign_shardings(mesh, ready, axes, ROLLOUT_RULES)
+        weights, assign_shardings(mesh, weights, axes, ROLLOUT_RULES)
     )

@@ -14,13 +14,13 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import slots
 from jaxspec.rollout.decode_state import (
     DecodeState,
-    active,
-    anything_unread,
+    active_slots,
+    gather_rows,
+    has_unread_text,
     rows_of_slots,
-    taken,
 )
 from jaxspec.rollout.feedback import length_chooser
-from jaxspec.rollout.round import one_round
+from jaxspec.rollout.round import run_round
 from jaxspec.rollout.settings import Settings
 from jaxspec.state import RUNNING, Drafter
 
@@ -31,19 +31,21 @@ Condition = Callable[[DecodeState], Bool[Array, ""]]
 class Loops(NamedTuple):
     """What the loops of rounds consist of."""
 
-    rounds: Callable[[DecodeState, Condition, int], DecodeState]
+    run_rounds: Callable[[DecodeState, Condition, int], DecodeState]
     """Runs rounds while the condition holds, in the loop of that number."""
-    fill: Callable[[DecodeState], DecodeState]
+    fill_slots: Callable[[DecodeState], DecodeState]
     """Gives slots and pages to rows."""
-    pauses: Condition | None
-    """Whether rounds end for `fill`, or for a row to be read. None: each round fills the slots."""
-    limit: Int[Array, ""]
+    needs_pause: Condition | None
+    """Whether rounds end for `fill_slots`, or for a row to be read.
+
+    None: each round fills the slots."""
+    round_limit: Int[Array, ""]
     group_size: int
 
-    def goes_on(self, state: DecodeState, enough: int) -> Bool[Array, ""]:
-        """Whether another round is run of more than `enough` rows."""
-        goes_on = unfinished(state, enough, self.limit)
-        return goes_on if self.pauses is None else goes_on & ~self.pauses(state)
+    def should_continue(self, state: DecodeState, row_threshold: int) -> Bool[Array, ""]:
+        """Whether another round is run of more than `row_threshold` rows."""
+        has_rows = has_unfinished_rows(state, row_threshold, self.round_limit)
+        return has_rows if self.needs_pause is None else has_rows & ~self.needs_pause(state)
 
 
 def build_loops(
@@ -51,53 +53,61 @@ def build_loops(
     drafter: Drafter,
     draft: Draft | None,
     settings: Settings,
-    limit: Int[Array, ""],
-    evicts: bool,
+    round_limit: Int[Array, ""],
+    may_evict: bool,
 ) -> Loops:
-    """Builds the loops up to the round `limit`; `evicts` says whether pages can run out."""
-    about_slots = settings.group_size, (draft.max_length if draft else 0) + 1, evicts
+    """Builds the loops up to round `round_limit`; `may_evict` says whether pages can run out."""
+    refill_arguments = settings.group_size, (draft.max_length if draft else 0) + 1, may_evict
 
     @jax.named_scope("refill")
-    def fill(state: DecodeState) -> DecodeState:
-        return slots.refill(state, *about_slots)
+    def fill_slots(state: DecodeState) -> DecodeState:
+        return slots.refill_slots(state, *refill_arguments)
 
     @jax.named_scope("refill")
-    def pauses(state: DecodeState) -> Bool[Array, ""]:
-        return max_over_experts(slots.must_refill(state, *about_slots)) | anything_unread(state)
+    def needs_pause(state: DecodeState) -> Bool[Array, ""]:
+        return max_over_experts(slots.needs_refill(state, *refill_arguments)) | has_unread_text(
+            state
+        )
 
     @jax.named_scope("refill")
-    def go_on(state: DecodeState) -> DecodeState:
-        return slots.go_on(state, *about_slots)
+    def extend_slots(state: DecodeState) -> DecodeState:
+        return slots.retire_and_extend(state, *refill_arguments)
 
     # Rows that wait for pages are seated between loops: a round has no loop of its own, and no
     # body is compiled with it. Contiguous caches are seated by rounds, since a tail copies them.
-    paged = settings.page_size > 0
-    after_round = go_on if paged else fill
+    is_paged = settings.page_size > 0
+    after_round = extend_slots if is_paged else fill_slots
 
-    def one(state: DecodeState, length: int) -> DecodeState:
-        return after_round(one_round(target, drafter, draft, state, settings, length))
+    def run_one_round(state: DecodeState, length: int) -> DecodeState:
+        return after_round(run_round(target, drafter, draft, state, settings, length))
 
     # `compiled/counts.py` finds the loop by its scope
     @jax.named_scope("rounds")
-    def rounds(state: DecodeState, goes_on: Condition, loop: int) -> DecodeState:
+    def run_rounds(state: DecodeState, should_continue: Condition, loop: int) -> DecodeState:
         if not settings.lengths:
             length = draft.max_length if draft else 0
-            return lax.while_loop(goes_on, lambda state: one(state, length), state)
-        return _rounds_of_choice(
-            one,
-            lambda state: _choice(drafter, state, settings, loop),
-            goes_on,
+            return lax.while_loop(
+                should_continue, lambda state: run_one_round(state, length), state
+            )
+        return _run_chosen_lengths(
+            run_one_round,
+            lambda state: _choose_next_length(drafter, state, settings, loop),
+            should_continue,
             state,
             settings.lengths,
         )
 
-    return Loops(rounds, fill, pauses if paged else None, limit, settings.group_size)
+    return Loops(
+        run_rounds, fill_slots, needs_pause if is_paged else None, round_limit, settings.group_size
+    )
 
 
-def unfinished(state: DecodeState, enough: int, limit: Int[Array, ""]) -> Bool[Array, ""]:
-    """Whether more than `enough` rows are left, and rounds to run them."""
-    left = jnp.sum(state.rollout.status == RUNNING)
-    return max_over_experts(left > enough) & (state.round[0] < limit)
+def has_unfinished_rows(
+    state: DecodeState, row_threshold: int, round_limit: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether more than `row_threshold` rows are left, and rounds to run them."""
+    running_count = jnp.sum(state.rollout.status == RUNNING)
+    return max_over_experts(running_count > row_threshold) & (state.round[0] < round_limit)
 
 
 def run_loops(
@@ -107,77 +117,81 @@ def run_loops(
 
     Evicted rows count as left, so that a slice which begins with one goes on in the same loop.
     """
-    enough = tail[0] if tail else 0
-    state = loops.rounds(state, lambda state: loops.goes_on(state, enough), loop)
+    row_threshold = tail[0] if tail else 0
+    state = loops.run_rounds(state, lambda state: loops.should_continue(state, row_threshold), loop)
     if not tail:
         return state
 
-    def run_fewer(state: DecodeState) -> DecodeState:
-        fewer, order = slots.gather(state, enough, loops.group_size)
-        fewer = run_loops(loops, fewer, tail[1:], loop + 1)
-        return slots.scatter(state, fewer, order, loops.group_size)
+    def run_compact(state: DecodeState) -> DecodeState:
+        compact, order = slots.gather_slots(state, row_threshold, loops.group_size)
+        compact = run_loops(loops, compact, tail[1:], loop + 1)
+        return slots.scatter_slots(state, compact, order, loops.group_size)
 
     with jax.named_scope("tail"):
-        if loops.pauses is None:
-            return run_fewer(state)
+        if loops.needs_pause is None:
+            return run_compact(state)
         # nothing is moved where all slots must be refilled first
         with jax.named_scope("of_loops"):
-            return lax.while_loop(lambda state: loops.goes_on(state, 0), run_fewer, state)
+            return lax.while_loop(lambda state: loops.should_continue(state, 0), run_compact, state)
 
 
-def _rounds_of_choice(
-    one: Callable[[DecodeState, int], DecodeState],
-    choose: Callable[[DecodeState], length_chooser.Choice],
-    unfinished: Condition,
+def _run_chosen_lengths(
+    run_one_round: Callable[[DecodeState, int], DecodeState],
+    choose_length: Callable[[DecodeState], length_chooser.LengthChoice],
+    should_continue: Condition,
     state: DecodeState,
     lengths: tuple[int, ...],
 ) -> DecodeState:
     """Rounds whose length is chosen before each. The outer loop runs one inner loop for every
     length, because a `switch` over lengths would copy the caches."""
 
-    def with_choice(state: DecodeState) -> tuple[DecodeState, length_chooser.Choice]:
-        return state, choose(state)
+    def add_choice(state: DecodeState) -> tuple[DecodeState, length_chooser.LengthChoice]:
+        return state, choose_length(state)
 
     def run_and_choose(
-        carry: tuple[DecodeState, length_chooser.Choice], length: int
-    ) -> tuple[DecodeState, length_chooser.Choice]:
-        state, choice = carry
+        loop_state: tuple[DecodeState, length_chooser.LengthChoice], length: int
+    ) -> tuple[DecodeState, length_chooser.LengthChoice]:
+        state, choice = loop_state
         acceptance = state.acceptance.replace(seconds_to_lose=choice.seconds_to_lose[None])
-        return with_choice(one(state.replace(acceptance=acceptance), length))
+        return add_choice(run_one_round(state.replace(acceptance=acceptance), length))
 
-    def every_length(
-        carry: tuple[DecodeState, length_chooser.Choice],
-    ) -> tuple[DecodeState, length_chooser.Choice]:
-        for place, length in enumerate(lengths):
-            carry = lax.while_loop(
-                lambda carry, place=place: (carry[1].place == place) & unfinished(carry[0]),
-                lambda carry, length=length: run_and_choose(carry, length),
-                carry,
+    def run_each_length(
+        loop_state: tuple[DecodeState, length_chooser.LengthChoice],
+    ) -> tuple[DecodeState, length_chooser.LengthChoice]:
+        for length_index, length in enumerate(lengths):
+            loop_state = lax.while_loop(
+                lambda loop_state, length_index=length_index: (
+                    (loop_state[1].length_index == length_index) & should_continue(loop_state[0])
+                ),
+                lambda loop_state, length=length: run_and_choose(loop_state, length),
+                loop_state,
             )
-        return carry
+        return loop_state
 
-    start = with_choice(state)
+    initial = add_choice(state)
     with jax.named_scope("of_loops"):
-        return lax.while_loop(lambda carry: unfinished(carry[0]), every_length, start)[0]
+        return lax.while_loop(
+            lambda loop_state: should_continue(loop_state[0]), run_each_length, initial
+        )[0]
 
 
-def _choice(
+def _choose_next_length(
     drafter: Drafter, state: DecodeState, settings: Settings, loop: int
-) -> length_chooser.Choice:
+) -> length_chooser.LengthChoice:
     """The length of the next round."""
     assert drafter.chooser is not None, "lengths are chosen by a cost table"
-    lengths = taken(state.rollout.lengths, rows_of_slots(state))
+    lengths = gather_rows(state.rollout.lengths, rows_of_slots(state))
     # Attention reads the caches of all slots as far as the longest row has come.
-    longest = max_over_experts(jnp.max(jnp.where(active(state), lengths, 0)))
-    ends = length_chooser.contexts(state.rollout.tokens.shape[1])
-    context = jnp.minimum(
-        jnp.sum(jnp.asarray(ends, jnp.int32) < longest, dtype=jnp.int32),
+    longest = max_over_experts(jnp.max(jnp.where(active_slots(state), lengths, 0)))
+    bucket_ends = length_chooser.context_buckets(state.rollout.tokens.shape[1])
+    context_index = jnp.minimum(
+        jnp.sum(jnp.asarray(bucket_ends, jnp.int32) < longest, dtype=jnp.int32),
         drafter.chooser.round_cost.shape[2] - 1,
     )
     # Costs are measured for so many loops of the tail; what comes after is as the last of them.
     cost = drafter.chooser.round_cost[
-        :, min(loop, drafter.chooser.round_cost.shape[1] - 1), context
+        :, min(loop, drafter.chooser.round_cost.shape[1] - 1), context_index
     ]
-    return length_chooser.choose(
+    return length_chooser.choose_length(
         jax.tree.map(lambda leaf: leaf[0], state.acceptance), cost, settings.lengths
     )

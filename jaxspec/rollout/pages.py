@@ -17,108 +17,121 @@ class Pages(Tree):
 
     table: Int[Array, "A N"]
     """Page of each holder's n-th page_size positions; P where it has none."""
-    held: Int[Array, " A"]
+    page_counts: Int[Array, " A"]
     """How many pages a holder has: those of its first positions."""
     references: Int[Array, " P"]
     """Holders of each page; 0: free."""
 
 
-def no_pages(pages: int, holders: int, row_pages: int) -> Pages:
+def init_pages(page_count: int, owner_count: int, pages_per_owner: int) -> Pages:
     """A pool whose pages are all free."""
     return Pages(
-        table=jnp.full((holders, row_pages), pages, jnp.int32),
-        held=jnp.zeros((holders,), jnp.int32),
-        references=jnp.zeros((pages,), jnp.int32),
+        table=jnp.full((owner_count, pages_per_owner), page_count, jnp.int32),
+        page_counts=jnp.zeros((owner_count,), jnp.int32),
+        references=jnp.zeros((page_count,), jnp.int32),
     )
 
 
-def free(pages: Pages) -> Int[Array, ""]:
+def count_free_pages(pages: Pages) -> Int[Array, ""]:
     """Pages that nobody holds."""
     return jnp.sum(pages.references == 0, dtype=jnp.int32)
 
 
-def grow(pages: Pages, wanted: Int[Array, " A"]) -> Pages:
-    """Gives every holder free pages until it holds as many as `wanted`; all of them together must
-    be free."""
-    need = jnp.maximum(wanted - pages.held, 0)
-    ends, unused = jnp.cumsum(need, dtype=jnp.int32), pages.references == 0
+def allocate_pages(pages: Pages, target_counts: Int[Array, " A"]) -> Pages:
+    """Gives every holder free pages until it holds as many as `target_counts`; all of them
+    together must be free."""
+    missing_counts = jnp.maximum(target_counts - pages.page_counts, 0)
+    last_ranks, is_free = jnp.cumsum(missing_counts, dtype=jnp.int32), pages.references == 0
     # the r-th free page goes to the r-th page index that lacks one
-    rank = jnp.cumsum(unused, dtype=jnp.int32) - 1
-    given = unused & (rank < ends[-1])
-    holder = jnp.searchsorted(ends, rank, side="right", method="compare_all").astype(jnp.int32)
-    page_index = jnp.take(pages.held + need - ends, holder, mode="clip") + rank
-    numbers = jnp.arange(len(unused), dtype=jnp.int32)
+    rank = jnp.cumsum(is_free, dtype=jnp.int32) - 1
+    is_allocated = is_free & (rank < last_ranks[-1])
+    owner = jnp.searchsorted(last_ranks, rank, side="right", method="compare_all").astype(jnp.int32)
+    page_index = (
+        jnp.take(pages.page_counts + missing_counts - last_ranks, owner, mode="clip") + rank
+    )
+    page_ids = jnp.arange(len(is_free), dtype=jnp.int32)
     return Pages(
-        table=pages.table.at[jnp.where(given, holder, len(ends)), page_index].set(
-            numbers, mode="drop", unique_indices=True
+        table=pages.table.at[jnp.where(is_allocated, owner, len(last_ranks)), page_index].set(
+            page_ids, mode="drop", unique_indices=True
         ),
-        held=pages.held + need,
-        references=pages.references + given.astype(jnp.int32),
+        page_counts=pages.page_counts + missing_counts,
+        references=pages.references + is_allocated.astype(jnp.int32),
     )
 
 
-def release(pages: Pages, holders: Bool[Array, " A"]) -> Pages:
+def release_pages(pages: Pages, owners: Bool[Array, " A"]) -> Pages:
     """Takes all pages from the holders that are marked; those that nobody else holds are free
     again."""
-    nobody = pages.references.shape[0]
-    lost = jnp.where(holders[:, None], pages.table, nobody)
+    no_page = pages.references.shape[0]
+    released_pages = jnp.where(owners[:, None], pages.table, no_page)
     return Pages(
-        table=jnp.where(holders[:, None], nobody, pages.table),
-        held=jnp.where(holders, 0, pages.held),
-        references=pages.references.at[lost].add(-1, mode="drop"),
+        table=jnp.where(owners[:, None], no_page, pages.table),
+        page_counts=jnp.where(owners, 0, pages.page_counts),
+        references=pages.references.at[released_pages].add(-1, mode="drop"),
     )
 
 
-def share(
-    pages: Pages, holder: Int[Array, ""], source: Int[Array, ""], count: Int[Array, ""]
+def share_pages(
+    pages: Pages, owner: Int[Array, ""], source: Int[Array, ""], count: Int[Array, ""]
 ) -> Pages:
     """Gives a holder of nothing the first `count` pages of another one, which keeps them too."""
-    nobody = pages.references.shape[0]
-    row = jnp.where(
-        jnp.arange(pages.table.shape[1], dtype=jnp.int32) < count, pages.table[source], nobody
+    no_page = pages.references.shape[0]
+    shared_pages = jnp.where(
+        jnp.arange(pages.table.shape[1], dtype=jnp.int32) < count, pages.table[source], no_page
     )
     return Pages(
-        table=pages.table.at[holder].set(row),
-        held=pages.held.at[holder].set(count),
-        references=pages.references.at[row].add(1, mode="drop"),
+        table=pages.table.at[owner].set(shared_pages),
+        page_counts=pages.page_counts.at[owner].set(count),
+        references=pages.references.at[shared_pages].add(1, mode="drop"),
     )
 
 
 # ---- sizes
 
 
-def smallest_pool(
-    prompts: int, prompt: int, response: int, draft_length: int, page_size: int
+def min_pool_size(
+    prompt_count: int, prompt_length: int, response_length: int, draft_length: int, page_size: int
 ) -> int:
     """Pages with which a shard's longest row can end: those of all its prompts, which stay until
     their groups have ended, and its own."""
-    return prompts * -(-prompt // page_size) + -(-(prompt + response + draft_length) // page_size)
-
-
-def whole_pool(
-    prompts: int, prompt: int, response: int, draft_length: int, page_size: int, slots: int
-) -> int:
-    """Pages that a shard's prompts and slots can need: no row ever loses its own."""
-    return prompts * -(-prompt // page_size) + slots * -(
-        -(prompt + response + draft_length) // page_size
+    return prompt_count * -(-prompt_length // page_size) + -(
+        -(prompt_length + response_length + draft_length) // page_size
     )
 
 
-FEW = 4
+def max_pool_size(
+    prompt_count: int,
+    prompt_length: int,
+    response_length: int,
+    draft_length: int,
+    page_size: int,
+    slots: int,
+) -> int:
+    """Pages that a shard's prompts and slots can need: no row ever loses its own."""
+    return prompt_count * -(-prompt_length // page_size) + slots * -(
+        -(prompt_length + response_length + draft_length) // page_size
+    )
+
+
+MIN_ROWS = 4
 """Rows of the longest kind that a pool holds at least where its size is chosen, and slots at
 least."""
 
 
-def pool_of_rows(rows: int, *shape: int) -> int:
+def pool_size_for_rows(row_count: int, *shape: int) -> int:
     """Pages with which so many of the longest rows can be generated at once; `shape` is that of
-    `smallest_pool`."""
-    _, prompt, response, draft, size = shape
-    return smallest_pool(*shape) + (rows - 1) * -(-(prompt + response + draft) // size)
+    `min_pool_size`."""
+    _, prompt_length, response_length, draft_length, page_size = shape
+    return min_pool_size(*shape) + (row_count - 1) * -(
+        -(prompt_length + response_length + draft_length) // page_size
+    )
 
 
-def rows_in(pages: int, *shape: int) -> int:
+def rows_in_pool(page_count: int, *shape: int) -> int:
     """Rows that some pages hold halfway through their longest answers, each with the pages of its
-    prompt that others write to as well; `shape` is that of `smallest_pool`."""
-    count, prompt, response, draft, size = shape
-    own = -(-(response // 2 + draft + 1) // size) + 1
-    return max(FEW, (pages - count * -(-prompt // size)) // own)
+    prompt that others write to as well; `shape` is that of `min_pool_size`."""
+    prompt_count, prompt_length, response_length, draft_length, page_size = shape
+    pages_per_row = -(-(response_length // 2 + draft_length + 1) // page_size) + 1
+    return max(
+        MIN_ROWS, (page_count - prompt_count * -(-prompt_length // page_size)) // pages_per_row
+    )

@@ -13,11 +13,11 @@ from jaxspec.drafts.base import Draft
 from jaxspec.models.contiguous import empty_rows, expand_prompts
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.paged import empty_pages
-from jaxspec.rollout.append import PassSize, Texts, append, read_texts
+from jaxspec.rollout.append import PassSize, Texts, append_texts, read_texts
 from jaxspec.rollout.decode_state import Caches, DecodeState, PromptState, Queue
 from jaxspec.rollout.feedback import acceptance
-from jaxspec.rollout.pages import Pages, grow, no_pages, smallest_pool, whole_pool
-from jaxspec.rollout.round import by_matching
+from jaxspec.rollout.pages import Pages, allocate_pages, init_pages, max_pool_size, min_pool_size
+from jaxspec.rollout.round import uses_matching
 from jaxspec.rollout.settings import Settings
 from jaxspec.state import (
     IDLE,
@@ -40,16 +40,21 @@ few enough to be there at once, without a loop of its own in each layer.
 """
 
 
-def pass_size(prompts: int, width: int, longest: int, settings: Settings) -> PassSize:
-    """Returns the size of a pass over known text: that of prompts, or of a row of `longest`."""
-    positions = settings.piece or width
+def choose_pass_size(
+    prompt_count: int, prompt_length: int, max_length: int, settings: Settings
+) -> PassSize:
+    """Returns the size of a pass over known text: that of prompts, or of a row of `max_length`."""
+    piece_length = settings.piece or prompt_length
     # The pieces of one row attend to all of it, each for itself: few of those at a time.
-    most = max(prompts * -(-width // positions), min(PIECES, -(-longest // positions)))
-    pieces = PIECES if settings.piece else max(1, PASS_TOKENS // positions)
-    return PassSize(min(pieces, most), positions)
+    max_pieces = max(
+        prompt_count * -(-prompt_length // piece_length),
+        min(PIECES, -(-max_length // piece_length)),
+    )
+    piece_count = PIECES if settings.piece else max(1, PASS_TOKENS // piece_length)
+    return PassSize(min(piece_count, max_pieces), piece_length)
 
 
-def prepare(
+def prepare_state(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
@@ -60,7 +65,7 @@ def prepare(
 ) -> DecodeState:
     """Builds the state before the first round.
 
-    Prompts are read where caches are contiguous. Those in pages are left to `append`.
+    Prompts are read where caches are contiguous. Those in pages are left to `append_texts`.
 
     Args:
       target: the policy in the rollout layout.
@@ -71,67 +76,71 @@ def prepare(
       key: of the call; rows fold in their global number, so results do not depend on the mesh.
       settings: see `Settings`.
     """
-    count, width = prompts.tokens.shape
+    count, prompt_width = prompts.tokens.shape
     group, length = settings.group_size, draft.max_length if draft else 0
-    size = width + settings.max_new_tokens
-    longest = size + length  # headroom: a block may reach K positions beyond the last token kept
+    row_length = prompt_width + settings.max_new_tokens
+    # headroom: a block may reach K positions beyond the last token kept
+    capacity = row_length + length
     numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
         group, dtype=jnp.int32
     )
     lengths = jnp.repeat(prompts.lengths, group)
-    inside = jnp.arange(width, dtype=jnp.int32) < prompts.lengths[:, None]
+    inside = jnp.arange(prompt_width, dtype=jnp.int32) < prompts.lengths[:, None]
     tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
-    wide = np.promote_types(target.embedding[...].dtype, np.float32)
+    accum_dtype = np.promote_types(target.embedding[...].dtype, np.float32)
     rollout = Rollout(
         tokens=jnp.repeat(tokens, group, axis=0),
         prompt_lengths=lengths,
         lengths=lengths,
-        logprobs=jnp.zeros((count * group, size), wide),
-        origin=jnp.full((count * group, size), PROMPT, jnp.int8),
+        logprobs=jnp.zeros((count * group, row_length), accum_dtype),
+        origin=jnp.full((count * group, row_length), PROMPT, jnp.int8),
         status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
         version=jnp.zeros_like(lengths),
-        statistics=acceptance.no_statistics(count * group, group, length, len(settings.grid), wide),
+        statistics=acceptance.init_statistics(
+            count * group, group, length, len(settings.grid), accum_dtype
+        ),
     )
     keys = sampling.row_keys(
         key,
         numbers.reshape(-1),
-        sampling.TARGET_STREAM if by_matching(draft, settings) else sampling.ROUND_STREAM,
+        sampling.TARGET_STREAM if uses_matching(draft, settings) else sampling.ROUND_STREAM,
     )
-    seats = min(settings.slots or count * group, count * group)
-    waits = seats < count * group or settings.page_size > 0
-    empty = _empty(target, drafter, draft, prompts, group)
+    slot_total = min(settings.slots or count * group, count * group)
+    rows_wait = slot_total < count * group or settings.page_size > 0
+    prompt_state = _empty_prompt_state(target, drafter, draft, prompts, group)
     if not settings.page_size:
         with jax.named_scope("prefill"):
-            empty = _read(target, drafter, draft, prompts, empty, settings)
-    start = (
-        _all_waiting(empty, prompts, seats, longest, settings)
-        if waits
-        else _all_seated(empty, group, longest, settings.chunk)
+            prompt_state = _read_prompts(target, drafter, draft, prompts, prompt_state, settings)
+    initial = (
+        _queue_all_rows(prompt_state, prompts, slot_total, capacity, settings)
+        if rows_wait
+        else _assign_all_slots(prompt_state, group, capacity, settings.chunk)
     )
     return DecodeState(
         rollout=rollout,
-        row=start.row,
+        row=initial.row,
         keys=keys,
-        caches=start.caches,
-        draft=start.draft,
+        caches=initial.caches,
+        draft=initial.draft,
         round=jnp.zeros((1,), jnp.int32),
         queue=Queue(
-            waiting=(rollout.status == RUNNING) & waits,
-            order=jnp.arange(count * group, dtype=jnp.int32),
-            prompts=start.prompts,
+            waiting=(rollout.status == RUNNING) & rows_wait,
+            admission_order=jnp.arange(count * group, dtype=jnp.int32),
+            prompts=initial.prompts,
         ),
-        pages=start.pages,
-        unread=jnp.pad(
-            _unread(prompts) if settings.page_size else 0 * prompts.lengths, (len(start.row), 0)
+        pages=initial.pages,
+        unread_counts=jnp.pad(
+            _count_unread(prompts) if settings.page_size else 0 * prompts.lengths,
+            (len(initial.row), 0),
         ),
-        admitted=jnp.zeros_like(start.row),
-        acceptance=_estimate(drafter, length, settings),
+        admission_index=jnp.zeros_like(initial.row),
+        acceptance=_initial_estimate(drafter, length, settings),
         # the text of a prompt does not count
-        matched=jnp.zeros_like(lengths) if settings.stop else None,
+        stop_state=jnp.zeros_like(lengths) if settings.stop else None,
     )
 
 
-class _Start(NamedTuple):
+class _InitialState(NamedTuple):
     """What rows and slots start from."""
 
     row: Int[Array, " B"]
@@ -141,118 +150,133 @@ class _Start(NamedTuple):
     pages: Pages
 
 
-def _all_seated(read: PromptState, group: int, longest: int, chunk: int) -> _Start:
+def _assign_all_slots(
+    prompt_state: PromptState, group: int, capacity: int, chunk_size: int
+) -> _InitialState:
     """A slot for every row, so that none ever waits."""
-    prompts = read.caches.target.page_count
-    rows = prompts * group
-    return _Start(
+    prompt_count = prompt_state.caches.target.page_count
+    rows = prompt_count * group
+    return _InitialState(
         row=jnp.arange(rows, dtype=jnp.int32),
-        caches=read.caches.map(lambda cache: expand_prompts(cache, group, longest, chunk)),
-        draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), read.draft),
-        prompts=PromptState(
-            row=read.row[:0],
-            caches=_without_rows(read.caches),
-            draft=jax.tree.map(lambda leaf: leaf[:0], read.draft),
+        caches=prompt_state.caches.map(
+            lambda cache: expand_prompts(cache, group, capacity, chunk_size)
         ),
-        pages=no_pages(0, rows + prompts, 0),
+        draft=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), prompt_state.draft),
+        prompts=PromptState(
+            first_row=prompt_state.first_row[:0],
+            caches=_drop_rows(prompt_state.caches),
+            draft=jax.tree.map(lambda leaf: leaf[:0], prompt_state.draft),
+        ),
+        pages=init_pages(0, rows + prompt_count, 0),
     )
 
 
-def _all_waiting(
-    read: PromptState, prompts: Prompts, seats: int, longest: int, settings: Settings
-) -> _Start:
+def _queue_all_rows(
+    prompt_state: PromptState, prompts: Prompts, slot_total: int, capacity: int, settings: Settings
+) -> _InitialState:
     """Empty slots, for which all rows wait."""
-    count, width = prompts.tokens.shape
-    size = settings.page_size
-    if not size:
-        caches = read.caches.map(lambda cache: empty_rows(cache, seats, longest, settings.chunk))
-        pages = no_pages(0, seats + count, 0)
+    prompt_count, prompt_width = prompts.tokens.shape
+    page_size = settings.page_size
+    if not page_size:
+        caches = prompt_state.caches.map(
+            lambda cache: empty_rows(cache, slot_total, capacity, settings.chunk)
+        )
+        pages = init_pages(0, slot_total + prompt_count, 0)
     else:
-        of_row = -(-longest // size)
-        number = settings.pages or whole_pool(count, width, longest - width, 0, size, seats)
-        least = smallest_pool(count, width, longest - width, 0, size)
-        if number < least:
+        pages_per_row = -(-capacity // page_size)
+        page_count = settings.pages or max_pool_size(
+            prompt_count, prompt_width, capacity - prompt_width, 0, page_size, slot_total
+        )
+        min_pages = min_pool_size(prompt_count, prompt_width, capacity - prompt_width, 0, page_size)
+        if page_count < min_pages:
             raise ValueError(
-                f"rollout.engine.pages is {number}, of {size} positions, for {count} prompts and"
-                f" rows of {longest}; {least} are the fewest"
+                f"rollout.engine.pages is {page_count}, of {page_size} positions, for"
+                f" {prompt_count} prompts and rows of {capacity}; {min_pages} are the fewest"
             )
-        wanted = jnp.where(prompts.live, (prompts.lengths - 1) // size + 1, 0)
-        pages = grow(no_pages(number, seats + count, of_row), jnp.pad(wanted, (seats, 0)))
-        caches = read.caches.map(lambda cache: empty_pages(cache, number, size))
-        read = read.replace(caches=_without_rows(read.caches))
-    return _Start(
-        row=jnp.full((seats,), count * settings.group_size, jnp.int32),
+        prompt_pages = jnp.where(prompts.live, (prompts.lengths - 1) // page_size + 1, 0)
+        pages = allocate_pages(
+            init_pages(page_count, slot_total + prompt_count, pages_per_row),
+            jnp.pad(prompt_pages, (slot_total, 0)),
+        )
+        caches = prompt_state.caches.map(lambda cache: empty_pages(cache, page_count, page_size))
+        prompt_state = prompt_state.replace(caches=_drop_rows(prompt_state.caches))
+    return _InitialState(
+        row=jnp.full((slot_total,), prompt_count * settings.group_size, jnp.int32),
         caches=caches,
         draft=jax.tree.map(
-            lambda leaf: jnp.zeros((seats, *leaf.shape[1:]), leaf.dtype), read.draft
+            lambda leaf: jnp.zeros((slot_total, *leaf.shape[1:]), leaf.dtype), prompt_state.draft
         ),
-        prompts=read,
+        prompts=prompt_state,
         pages=pages,
     )
 
 
-def _without_rows(caches: Caches) -> Caches:
+def _drop_rows(caches: Caches) -> Caches:
     """Of no prompt: what they hold is copied elsewhere."""
     return caches.map(lambda cache: cache.layout.take_rows(cache, jnp.zeros((0,), jnp.int32)))
 
 
-def _estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEstimate:
+def _initial_estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEstimate:
     """What lengths are chosen by; zeros where all rounds draft alike."""
     if not settings.lengths:
-        nothing = jnp.zeros((1, length), jnp.float32)
+        zeros = jnp.zeros((1, length), jnp.float32)
         return AcceptanceEstimate(
-            reached=nothing, accepted=nothing, seconds_to_lose=jnp.zeros((1,), jnp.float32)
+            reached=zeros, accepted=zeros, seconds_to_lose=jnp.zeros((1,), jnp.float32)
         )
     assert drafter.chooser is not None, "lengths are chosen by an estimate"
     return jax.tree.map(lambda leaf: leaf[None], drafter.chooser.acceptance)
 
 
-def _unread(prompts: Prompts) -> Int[Array, " n"]:
+def _count_unread(prompts: Prompts) -> Int[Array, " n"]:
     """Positions of each prompt that are to be read; the first round reads its last token."""
     return jnp.where(prompts.live, jnp.maximum(prompts.lengths - 1, 0), 0)
 
 
-def _empty(
+def _empty_prompt_state(
     target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, group: int
 ) -> PromptState:
     """State of prompts of which nothing is read."""
     shape = prompts.tokens.shape
-    row = jnp.arange(shape[0], dtype=jnp.int32) * group
+    first_row = jnp.arange(shape[0], dtype=jnp.int32) * group
     caches = Caches(target=target.empty_cache(*shape), draft=None)
     if draft is None:
-        return PromptState(row=row, caches=caches, draft=None)
+        return PromptState(first_row=first_row, caches=caches, draft=None)
     return PromptState(
-        row=row,
+        first_row=first_row,
         caches=caches.replace(draft=draft.empty_cache(drafter.network, *shape)),
         draft=draft.init_state(drafter.network, target, prompts),
     )
 
 
-def _read(
+def _read_prompts(
     target: Decoder,
     drafter: Drafter,
     draft: Draft | None,
     prompts: Prompts,
-    empty: PromptState,
+    prompt_state: PromptState,
     settings: Settings,
 ) -> PromptState:
     """Reads all prompts into contiguous caches."""
-    count, width = prompts.tokens.shape
-    rows = jnp.arange(count, dtype=jnp.int32)
-    texts = Texts(prompts.tokens, rows, prompts.lengths, _unread(prompts), rows[:, None])
-    size = pass_size(count, width, 0, settings)
-    caches, state = read_texts(target, drafter, draft, texts, empty.caches, empty.draft, size)
-    return empty.replace(caches=caches, draft=state)
+    prompt_count, prompt_width = prompts.tokens.shape
+    rows = jnp.arange(prompt_count, dtype=jnp.int32)
+    texts = Texts(prompts.tokens, rows, prompts.lengths, _count_unread(prompts), rows[:, None])
+    size = choose_pass_size(prompt_count, prompt_width, 0, settings)
+    caches, draft_state = read_texts(
+        target, drafter, draft, texts, prompt_state.caches, prompt_state.draft, size
+    )
+    return prompt_state.replace(caches=caches, draft=draft_state)
 
 
-def append_unread(
+def append_unread_texts(
     target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, settings: Settings
 ) -> DecodeState:
     """Reads all text that no round has read; contiguous prompts are read from the start."""
     if not settings.page_size:
         return state
     with jax.named_scope("prefill"):
-        prompts = len(state.rollout.status) // settings.group_size
-        longest = state.rollout.tokens.shape[1]
-        size = pass_size(prompts, longest - settings.max_new_tokens, longest, settings)
-        return append(target, drafter, draft, state, size)
+        prompt_count = len(state.rollout.status) // settings.group_size
+        max_length = state.rollout.tokens.shape[1]
+        size = choose_pass_size(
+            prompt_count, max_length - settings.max_new_tokens, max_length, settings
+        )
+        return append_texts(target, drafter, draft, state, size)

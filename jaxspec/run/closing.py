@@ -24,9 +24,9 @@ from jaxspec.system.progress import Screen
 def close_run(
     job: Job, source: PromptSource, run: RunState, workdir: Path, unsaved: str = ""
 ) -> int:
-    """Prints the closing table, with speculation compared on the run's last batch.
+    """Prints the closing table.
 
-    Returns the exit status.
+    It compares speculation with plain decoding on the run's last batch. Returns the exit status.
 
     Raises:
       Diverged: the last batch or evaluation has no number, or the end of the run is not saved, as

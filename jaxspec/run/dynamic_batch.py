@@ -1,5 +1,7 @@
-"""Batches that several rollouts fill with groups whose rewards differ (dynamic sampling, DAPO,
-arXiv 2503.14476, section 3.2)."""
+"""Dynamic sampling: batches of groups whose rewards differ.
+
+Source: DAPO, arXiv 2503.14476, section 3.2.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,13 +29,13 @@ class PartialBatch:
     rows: ScoredRollout
     """Rows on the devices, without a plan."""
     groups: int = 0
-    """Groups that it holds."""
+    """Number of groups in the batch so far."""
     metrics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Metrics of each rollout that it was filled from."""
+    """Metrics of the rollouts that were used."""
 
 
 class BatchFiller:
-    """Fills batches of a job with groups of rollouts."""
+    """Fills batches with groups from several rollouts."""
 
     def __init__(self, job: Job, scorer: RolloutScorer) -> None:
         self._job, self._scorer = job, scorer
@@ -48,9 +50,10 @@ class BatchFiller:
     def add_rollout(
         self, batch: PartialBatch, scoring: ScoringResult, metrics: dict[str, Any]
     ) -> tuple[PartialBatch, ScoredRollout | None, dict[str, Any]]:
-        """Adds the groups of a rollout whose rewards differ.
+        """Adds a rollout to a batch.
 
-        Returns the batch to fill next, and the complete batch with its metrics if there is one.
+        Only groups with differing rewards are added. Returns the batch to fill next, and the
+        complete batch with its metrics if there is one.
 
         Raises:
           Diverged: `dynamic_sampling.max_batches` rollouts had no such group. `batch` is unchanged.
@@ -61,9 +64,11 @@ class BatchFiller:
         is_last = len(rollout_metrics) >= settings.max_batches
         if not batch.groups and not len(groups) and is_last:
             raise Diverged(_no_group_message(rollout_metrics, capacity))
+        # In a group with equal rewards all advantages are 0, so nothing is learned from it.
         added_groups, surplus = np.split(groups, [capacity - batch.groups])
         rows = self._add_groups(batch.rows, scoring.scored, added_groups, batch.groups)
         group_count = batch.groups + len(added_groups)
+        # After `max_batches` rollouts, the batch is used with empty places.
         if group_count < capacity and not is_last:
             return PartialBatch(rows, group_count, rollout_metrics), None, {}
         carried_groups = surplus if settings.surplus == "carry" else surplus[:0]
@@ -83,7 +88,10 @@ class BatchFiller:
     def _add_groups(
         self, rows: ScoredRollout, rollout: ScoredRollout, groups: np.ndarray, first_group: int
     ) -> ScoredRollout:
-        """Writes groups of a rollout behind the first groups of a batch."""
+        """Writes groups of a rollout into a batch.
+
+        They take places from `first_group` on.
+        """
         row_indices = dynamic_sampling.assign_places(
             groups, first_group, self._prompts, self._job.config.batch.mini_batches
         )
@@ -93,6 +101,7 @@ class BatchFiller:
             rows, rollout.replace(plan=None), put_like(row_indices, index_layout)
         )
 
+    # Compiled on first use, and once for all batches.
     @cached_property
     def _fill_rows(self) -> Callable[[ScoredRollout, ScoredRollout, jax.Array], ScoredRollout]:
         fill_rows = partial(dynamic_sampling.insert_groups, mesh=self._job.mesh)

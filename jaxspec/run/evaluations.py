@@ -1,5 +1,4 @@
-"""Evaluations between the steps of a run: what is found is written down, and the best checkpoint is
-kept."""
+"""Evaluations during a run, and its best checkpoint."""
 
 from __future__ import annotations
 
@@ -30,22 +29,27 @@ from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import write_text_atomic
 
 BEST_FILE = "best.json"
-"""The settings of evaluations, and the value of their metric by number of the checkpoint."""
+"""File with the settings of evaluations, and the value of the best checkpoint by its number."""
 
 
 class Evaluations:
-    """Measures the policy of a run, and keeps in its folder `best` the checkpoint that has most of
-    the metric `eval.keep_best`.
+    """Evaluates the policy of a run.
 
-    Raises:
-      ConfigError: evaluations do not give that metric.
+    Keeps the checkpoint with the highest metric `eval.keep_best`.
     """
 
     def __init__(self, job: Job, evaluator: Evaluator, folder: Path) -> None:
+        """Opens the evaluations of the run in `folder`.
+
+        Raises:
+          ConfigError: evaluations have no such metric, or the best checkpoint was chosen by other
+            settings.
+        """
         self._evaluator, self._folder, self._metric = evaluator, folder, job.config.eval.keep_best
         self._records = RecordFile(folder, jax.process_index())
         evaluator.require_metric(self._metric)
         settings = to_json(job.config)["eval"]
+        # How often a policy is evaluated does not change the value.
         self._settings = {name: value for name, value in settings.items() if name != "every"}
         if self._metric:
             check_in_process_0(self._require_same_settings)
@@ -53,17 +57,22 @@ class Evaluations:
         self._values = self._read_best_value()
 
     def _require_same_settings(self) -> None:
-        """Refuses to go on beside a checkpoint that was best by another measure."""
+        """Refuses a checkpoint that was best by other settings.
+
+        Raises:
+          ConfigError: the settings of evaluations have changed.
+        """
         file = self._folder / BEST_FILE
         saved_settings = read_json(file).get("eval") if file.exists() else self._settings
         require(
             saved_settings == self._settings,
-            f"{self._folder / BEST} has what was best by other settings of eval, as {file} says;"
-            f" set these back, or move both away",
+            f"the checkpoint in {self._folder / BEST} was the best by other settings of eval, which"
+            f" are in {file}; set these back, or move both away",
         )
 
     def _read_best_value(self) -> dict[str, float]:
-        """Value of the checkpoint that is there."""
+        """Reads the best checkpoint's value, by its number."""
+        # The file is written before the checkpoint, which may then fail. It keeps earlier values.
         if self._best is None or self._best.latest_step() is None:
             return {}
         newest, file = str(self._best.latest_step()), self._folder / BEST_FILE
@@ -71,15 +80,19 @@ class Evaluations:
         return {number: value for number, value in values.items() if number == newest}
 
     def truncate_records(self, run: RunState) -> None:
-        """Drops records of batches that are evaluated again."""
+        """Drops records of batches that will be evaluated again."""
+        # Queued batches carry the metrics of their evaluation in the checkpoint.
         queued = sum(has_evaluation(item.record.metrics) for item in run.queue)
         self._records.truncate_from(run.learned + queued)
 
     def __call__(
         self, state: TrainState, step: int, stop: Callable[[], bool]
     ) -> tuple[TrainState, dict[str, float]]:
-        """The state, which may be consumed, and the metrics of its policy; none if it was asked to
-        stop before the end."""
+        """Evaluates the policy.
+
+        Answers are written down under the number `step`. Returns the state, which may be donated,
+        and the metrics. They are empty if it was stopped.
+        """
         state, records = self._evaluator(state, stop)
         if records is None:
             return state, {}
@@ -87,7 +100,7 @@ class Evaluations:
         return state, to_metrics(self._evaluator.estimate_sets(records))
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether a checkpoint of these metrics is to be kept."""
+        """Returns whether metrics beat the best checkpoint."""
         value = metrics.get(f"eval/{self._metric}")
         return value is not None and value > max(self._values.values(), default=float("-inf"))
 
@@ -99,7 +112,7 @@ class Evaluations:
         process_state: dict[str, Any] | None,
         metrics: dict[str, float],
     ) -> None:
-        """Starts to save the best checkpoint so far, as `Checkpoints.save`."""
+        """Starts to save the best checkpoint, as `Checkpoints.save`."""
         assert self._best is not None, "there is a metric to be best by"
         self._values[str(checkpoint_number)] = metrics[f"eval/{self._metric}"]
         if jax.process_index() == 0:
@@ -108,7 +121,7 @@ class Evaluations:
         self._best.save(checkpoint_number, arrays, host_state, process_state)
 
     def close(self) -> None:
-        """Waits until what is kept is saved."""
+        """Waits until the best checkpoint is saved."""
         if self._best is not None:
             self._best.close()
 
@@ -124,15 +137,14 @@ def open_evaluations(
 ) -> Iterator[Evaluations]:
     """Opens the evaluations of a run until the context ends.
 
-    They use the program of the run's step. If evaluations have other settings, another program is
-    compiled now, and this is said.
+    They use the program of the run's step, unless their settings need another one.
 
     Raises:
-      ConfigError: that program does not fit the devices, or `eval.keep_best` is none of the
-        metrics.
+      ConfigError: that program does not fit the devices, or `eval.keep_best` is no metric.
     """
 
     def generate_answers(state: TrainState, prompts: Prompts) -> tuple[TrainState, Rollout]:
+        # An empty rollout has nothing to learn, so the call only generates.
         result = schedule(state, scorer.empty_rollout(), prompts, lambda _: False)
         assert result.rollout is not None, "an evaluation call is never interrupted"
         return result.state, result.rollout

@@ -49,7 +49,7 @@ _FAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Parts of a run on the host, from prompts to checkpoints."""
+    """Host side of a run, from prompts to checkpoints."""
 
     source: PromptSource
     scorer: RolloutScorer
@@ -66,7 +66,7 @@ class Host:
 
 
 class Loop:
-    """Runs calls until all batches are learned from, or until it is asked to stop."""
+    """Runs calls until the run ends or is stopped."""
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ class Loop:
             if self.interrupt.stop_requested or self._should_stop():
                 self.save_checkpoint(run)
                 return False
+            # Before the call, which donates the state.
             if run.queue and run.next_batch % config.save_every == 0:
                 self.save_checkpoint(run)
             if not self._run_call(run):
@@ -112,20 +113,22 @@ class Loop:
                 return True
 
     def _is_due(self, record: BatchRecord) -> bool:
-        """Whether the weights that sampled a batch are to be evaluated now.
+        """Returns whether to evaluate a batch's weights now.
 
-        The last batch is evaluated after its update.
+        These are the weights that sampled it. The last batch is evaluated after its update.
         """
         is_last = record.batch == self.job.config.steps - 1
         is_evaluated = record.batch % self.job.config.eval.every == 0
         return is_evaluated and not is_last and not has_evaluation(record.metrics)
 
     def _run_call(self, run: RunState) -> bool:
-        """Learns from the oldest queued batch, then generates and scores the next rollout.
+        """Makes one call of the step.
 
+        It learns from the oldest queued batch, then generates the next rollout, which is scored.
         False if generation was interrupted.
         """
         host, call = self.host, run.generated
+        # After N batches, one more call learns from the last and generates nothing.
         is_final_call = run.next_batch >= self.job.config.steps
         start_time = time.perf_counter()
         prompts = (
@@ -151,7 +154,7 @@ class Loop:
     def _finish_record(
         self, run: RunState, record: BatchRecord, result: StepResult, is_last: bool
     ) -> None:
-        """Completes the record of the batch that was learned from."""
+        """Completes a batch's record after its update."""
         run.learned += 1
         record.metrics |= result.training_metrics
         if is_last:
@@ -161,7 +164,10 @@ class Loop:
     def _queue_rollout(
         self, run: RunState, rollout: Rollout, result: StepResult, seconds: dict[str, float]
     ) -> None:
-        """Scores a rollout, and queues it as a batch or adds it to one."""
+        """Scores a rollout, and queues a batch.
+
+        With dynamic sampling, a batch is queued once it is full.
+        """
         start_time = time.perf_counter()
         try:
             scoring = self.host.scorer.score_training(run.generated, rollout)
@@ -173,7 +179,9 @@ class Loop:
         metrics = {**result.seconds, **seconds}
         metrics["time/step"] += sum(seconds.values())
         metrics |= scoring.metrics | result.rollout_metrics
+        # Counted only once it is scored, so that a resume generates an unscored rollout again.
         run.generated += 1
+        # On accelerators, a rollout has just timed its rounds on this machine.
         run.timed_on = run.machine
         scored_rollout = scoring.scored
         if self.host.filler is not None:
@@ -183,6 +191,7 @@ class Loop:
                     run.filling, scoring, metrics
                 )
             except Diverged:
+                # There is no batch whose record would keep them, and the message refers to them.
                 self.writer.write_samples(run.next_batch, scoring.samples[:SAMPLE_COUNT])
                 self.save_checkpoint(run)
                 raise
@@ -197,9 +206,13 @@ class Loop:
         return scoring.samples[:SAMPLE_COUNT] if is_evaluated else []
 
     def report_batch(self, record: BatchRecord) -> None:
-        """Writes a batch's complete line, shows it, and stops a run that has diverged."""
+        """Writes and shows the complete record of a batch.
+
+        Raises:
+          Diverged: too many updates in a row were not finite.
+        """
         config, metrics = self.job.config, record.metrics_line
-        metrics["time/step"] += metrics.get("time/train", 0.0)  # only where it was timed by itself
+        metrics["time/step"] += metrics.get("time/train", 0.0)  # if it was timed by itself
         metrics |= measures.token_rates(metrics)
         self.writer.write_record(metrics)
         self.writer.write_samples(record.batch, record.samples)
@@ -232,15 +245,18 @@ class Loop:
         """Evaluates the policy, which changes nothing in the run. Empty when asked to stop."""
         evaluations = self.host.evaluations
         run.state, metrics = evaluations(run.state, batch, stop)
+        # Weights that a run cannot go on from are not kept, even if they evaluate best.
         if evaluations.is_best(metrics) and not self._describe_faults(run):
             evaluations.save_best(run.checkpoint_number, *run.to_checkpoint(), metrics)
         return metrics
 
     def save_checkpoint(self, run: RunState) -> None:
-        """Starts a checkpoint of everything that the next call needs.
+        """Starts to save a checkpoint.
 
-        Weights that are not sound are not saved. Then `unsaved` says why.
+        It has everything that the next call needs. Does not save weights that are not sound. Then
+        `unsaved` gives the reason.
         """
+        # A resume could not recover from them, and they would replace sound checkpoints.
         checkpoints = self.host.checkpoints
         self.unsaved = self._describe_faults(run)
         if self.unsaved:
@@ -259,6 +275,7 @@ class Loop:
     def _describe_faults(self, run: RunState) -> str:
         """Describes weights that a run cannot go on from. Empty if they are sound."""
         conditions = np.asarray(self._read_conditions(run.state)).tolist()
+        # Not strict: there may be no draft.
         by_network = zip(("policy", "draft"), conditions, strict=False)
         return " and ".join(
             f"the {name}'s {_FAULTS[condition_code]}"
@@ -272,12 +289,13 @@ class Loop:
         return self._should_stop()
 
     def _should_stop(self) -> bool:
-        """Whether to stop now, the same in every process."""
+        """Returns whether to stop. All processes agree."""
+        # A process numbers its checks, so that all stop at the same one.
         self._stop_checks += 1
         return self.interrupt.should_stop(self._stop_checks)
 
 
 def _network_conditions(state: TrainState) -> Int[Array, " n"]:
-    """Conditions of the policy and, if there is one, of the draft."""
+    """Checks the policy and, if there is one, the draft."""
     networks = state.learner.policy, state.learner.draft
     return jnp.stack([check_condition(network) for network in networks if network is not None])

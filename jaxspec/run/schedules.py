@@ -1,4 +1,4 @@
-"""Schedules of a step: its phases as one program, or one by one with their seconds."""
+"""Schedules of a step: all phases in one program, or each phase in its own."""
 
 import contextlib
 import time
@@ -32,49 +32,47 @@ Seconds = dict[str, float]
 
 
 class StepResult(NamedTuple):
-    """What one call of the step gives back."""
+    """Result of one call of a step."""
 
     state: TrainState
     rollout: Rollout | None
-    """None: asked to stop between two slices of generation; the state has already learnt."""
+    """None if generation was interrupted. The state has learned from its batch even then."""
     training_metrics: dict[str, float]
-    """Metrics of the batch learnt from, and its phases' seconds where they are measured; NaN where
-    there was none."""
+    """Metrics of the batch that was learned from, with the seconds of learning. NaN without one."""
     rollout_metrics: dict[str, float]
     seconds: Seconds
-    """Of this batch; what `training_metrics` counts is not in them."""
+    """Seconds of the other phases, by metric name."""
 
 
 SliceCallback = Callable[[Rollout], bool]
-"""Sees the rows as they stand between slices of generation, where there are any, and says whether
-to stop."""
+"""Function that gets the rows between two slices of generation, and returns True to stop."""
 
 
 SliceFactory = Callable[[AdvanceRounds, RolloutWeights, Prompts], AdvanceSlice]
-"""Says of a rollout, before its first round, how it is cut into slices."""
+"""Function that returns, before the first round of a rollout, how to run its slices."""
 
 
 class StepSchedule(NamedTuple):
-    """Makes steps: learn, sync, generate."""
+    """A compiled step: learn, sync, generate."""
 
     run_step: Callable[[TrainState, ScoredRollout, Prompts, SliceCallback], StepResult]
-    """Consumes the state and, as one program, what is finished: their buffers are donated."""
+    """Runs one step. Donates the state, and in a fused schedule also the scored rollout."""
     programs: Mapping[str, Any]
-    """What it has compiled, by phase."""
+    """Compiled programs, by phase."""
     restart_timing: Callable[[], None] = lambda: None
-    """Makes it time rounds in the next training rollout, where it times any."""
+    """Times rounds again in the next training rollout, if the schedule times them at all."""
 
     def __call__(
         self, state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
     ) -> StepResult:
-        """One step."""
+        """Runs one step."""
         return self.run_step(state, scored, prompts, on_slice)
 
 
 def compile_fused_schedule(
     step: Step, prompt_count: int, print_line: LinePrinter | None = None
 ) -> StepSchedule:
-    """Compiles the step as one program, before anything runs; `print_line` is as in `ahead`."""
+    """Compiles the step as one program. Slow compiles are reported through `print_line`."""
     state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
     layout = (
         step.state_shardings(),
@@ -83,7 +81,7 @@ def compile_fused_schedule(
         meshes.replicated_sharding(step.mesh),
     )
     with warnings.catch_warnings():
-        # of what is finished, the plan has no twin among the results
+        # Buffers of the plan are donated too, but no result has their size.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         program, _ = compile_for_generator(
             step.generator,
@@ -107,6 +105,7 @@ def compile_fused_schedule(
         return StepResult(
             state,
             rollout,
+            # A single program cannot tell the seconds of its phases.
             training_metrics | {"time/learning_call": seconds},
             rollout_metrics,
             {"time/step": seconds},
@@ -116,15 +115,19 @@ def compile_fused_schedule(
 
 
 def uniform_slices(rounds: int) -> SliceFactory:
-    """Slices of so many rounds."""
+    """Returns a factory of slices of `rounds` rounds."""
+    # The number of rounds is an array, so one program runs slices of any size.
     return lambda advance, weights, _: lambda running: advance(weights, running, np.int32(rounds))
 
 
 def compile_staged_schedule(
     step: Step, prompt_count: int, slice_factory: SliceFactory | None = None
 ) -> StepSchedule:
-    """A step's phases compiled one by one: honest seconds for each, and generation in slices, or
-    without `slice_factory` in one piece."""
+    """Compiles each phase of a step by itself.
+
+    This gives the seconds of each phase. Generation runs in the slices of `slice_factory`, or at
+    once if it is None.
+    """
     replicated, layout = meshes.replicated_sharding(step.mesh), step.state_shardings()
     state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
     learn, (_, learn_metrics) = compile_ahead(
@@ -138,7 +141,7 @@ def compile_staged_schedule(
     )
     generate, programs = generation
     measure, _ = compile_ahead(
-        step.generator.measure, scored.rollout, weights, out_shardings=replicated
+        step.generator.measure_rollout, scored.rollout, weights, out_shardings=replicated
     )
 
     def run_step(
@@ -150,7 +153,7 @@ def compile_staged_schedule(
             start_time = time.perf_counter()
             match phase:
                 case "train":
-                    # An evaluation has nothing to learn, and its seconds are not training's.
+                    # An evaluation has nothing to learn, and its seconds are not those of training.
                     result = (
                         learn(*arguments)
                         if is_learning
@@ -175,7 +178,7 @@ def compile_staged_schedule(
             {"time/train": seconds.pop("time/train")},
         )
         seconds = {name: seconds[name] for name in ("time/prepare", "time/generate")}
-        # The batch that is learnt from is the previous one: its seconds go on its own line.
+        # The batch that is learned from is the previous one, so its seconds are in its own record.
         step_time = {
             "time/step": step_seconds - (train_seconds["time/train"] if is_learning else 0.0)
         }
@@ -191,7 +194,8 @@ def compile_staged_schedule(
 
 
 def _wait_seconds(result: Any, start_time: float) -> float:
-    """Seconds from `start_time` until a result is there."""
+    """Waits for a result. Returns seconds since `start_time`."""
+    # JAX returns before devices have finished.
     jax.block_until_ready(result)
     return time.perf_counter() - start_time
 
@@ -199,7 +203,7 @@ def _wait_seconds(result: Any, start_time: float) -> float:
 def _compile_whole_generation(
     step: Step, weights: RolloutWeights, prompts: Prompts
 ) -> tuple[Callable, dict[str, Any]]:
-    """Generation to its end, without slices to look between; also its program."""
+    """Compiles generation without slices. Returns a function and its program by phase."""
     generator, by_row = step.generator, meshes.row_sharding(step.mesh)
     program, _ = compile_for_generator(
         generator, generator.generate, weights, prompts, out_shardings=by_row
@@ -218,10 +222,13 @@ def _compile_sliced_generation(
     rollout: Rollout,
     slice_factory: SliceFactory,
 ) -> tuple[Callable, dict[str, Any]]:
-    """Generation that is looked at between slices, and gives None where it is to stop; also its
-    programs."""
+    """Compiles generation in slices. Returns a function and its programs by phase.
+
+    The function returns None if `on_slice` asked it to stop.
+    """
 
     prefill, running = compile_for_generator(step.generator, step.generator.begin, weights, prompts)
+    # The state of a slice is donated to the next, which takes the same layout.
     running_shardings = jax.tree.map(lambda leaf: leaf.sharding, running)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     advance, _ = compile_for_generator(
@@ -231,6 +238,7 @@ def _compile_sliced_generation(
         donate_argnums=1,
         out_shardings=running_shardings,
     )
+    # The host cannot read a global array of several processes, only a replicated flag.
     is_unfinished, _ = compile_ahead(
         lambda status: jnp.any(status == RUNNING),
         running.rollout.status,
@@ -246,7 +254,7 @@ def _compile_sliced_generation(
             if on_slice(running.rollout):
                 return None
             running = run_slice(running)
-        # what has no elements comes without its sharding
+        # Arrays without elements come back without their sharding.
         return jax.device_put(step.generator.collect(weights, running), by_row)
 
     return generate, {"prefill": prefill, "slice": advance, "unfinished": is_unfinished}
@@ -255,13 +263,12 @@ def _compile_sliced_generation(
 def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0) -> StepSchedule:
     """Compiles a step whose first rollout times rounds of each draft length.
 
-    Later rollouts are one slice each, unless `slice_rounds` says of how many rounds slices are.
+    Later rollouts run in slices of `slice_rounds` rounds, or at once if it is 0.
     """
-    # Generation is a program of its own here, since the seconds of a whole step cannot tell
-    # lengths apart: a rollout has hundreds of rounds, nearly all of the length that seems best,
-    # beside an update of the policy. A forced length for a whole rollout would cost as much as it
-    # can win. A slice has rounds of one length, and the program that times it is the one that
-    # generates: nothing is compiled for the timing.
+    # The seconds of a full step cannot tell lengths apart. It has hundreds of rounds, nearly all
+    # of the length that seems best, and an update of the policy. To force a length for a full
+    # rollout would cost as much as it can win. So generation has its own program here, and a slice
+    # with rounds of one length is timed. Nothing is compiled for the timing alone.
     timer = RoundTimer(step.generator, slice_rounds or UNBOUNDED)
     schedule = compile_staged_schedule(step, prompt_count, slice_factory=timer.begin_rollout)
 
@@ -270,8 +277,7 @@ def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0
     ) -> StepResult:
         result = schedule(state, scored, prompts, on_slice)
         cost = timer.end_rollout()
-        # A rollout that was stopped is made again, and times its rounds again: a run that goes on
-        # chooses by what its own first rollout has shown, or by what its checkpoint holds.
+        # An interrupted rollout is generated again later, and times its rounds then.
         if cost is None or result.rollout is None:
             return result
         generator_state = result.state.generator
@@ -286,12 +292,13 @@ def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0
 
 
 def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, StepSchedule]:
-    """Compiles the step of a job as its config says, with sizes that fit the devices.
+    """Compiles the step of a job's config.
 
-    Returns the job with these sizes. Memory that runs out until `stack` closes is explained.
+    Sizes that the config leaves open are chosen to fit the devices. Returns the job with these
+    sizes. Until `stack` closes, out-of-memory errors name the owners of memory.
 
     Raises:
-      ConfigError: it does not fit.
+      ConfigError: the step does not fit.
     """
     config, prompts = job.config, job.config.batch.prompts
     is_timing = times_real_rounds(job.step.generator)
@@ -299,7 +306,7 @@ def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, StepSc
     first_start = first_start_notice(meshes.has_accelerators(job.mesh))
     job.say(f"{first_start}compiling the step {how} for {dict(job.mesh.shape)} devices")
     start_time = time.perf_counter()
-    # In slices, so that a signal need not wait for the end of generation.
+    # With slices, a signal need not wait for the end of generation.
     slice_rounds = config.rollout.slice_rounds if config.staged else 0
 
     def compile_step(step: Step) -> StepSchedule:

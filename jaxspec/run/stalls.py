@@ -8,7 +8,7 @@ from jaxspec.system.alarms import StallWatch
 
 
 def make_stall_watch(config: ResolvedConfig, records: Iterable[Mapping[str, Any]]) -> StallWatch:
-    """Returns a watch that has seen the `records` of earlier batches."""
+    """Returns a watch that has seen earlier `records`."""
     optimizer, batch = config.optimizer, config.batch
     updates = config.steps * batch.mini_batches * batch.epochs
     rate = config.learning_rates.policy * min(1.0, updates / max(optimizer.warmup_steps, 1))

@@ -1,11 +1,10 @@
-"""Start of a run: policy and draft before the first batch, and costs of rounds on this machine."""
+"""Start of a run: first weights of policy and draft, and costs of rounds on this machine."""
 
 import time
 
 import jax
 import numpy as np
 
-from jaxspec import mesh as meshes
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.history import AnswerHistory
 from jaxspec.host.job import Job
@@ -15,6 +14,7 @@ from jaxspec.host.round_cost import add_length_chooser
 from jaxspec.preparation.draft import get_or_train_draft
 from jaxspec.preparation.draft_data import TextRows, read_training_text
 from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
+from jaxspec.processes.devices import describe_machine
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.run.dynamic_batch import BatchFiller
@@ -26,7 +26,7 @@ from jaxspec.system.interrupt import Interrupt
 
 
 def read_offline_text(job: Job) -> TextRows | None:
-    """Reads the text that the draft is trained on before the run. None if it is not a text.
+    """Reads the text for training the draft offline. None without one.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -51,6 +51,7 @@ def start_run(
     config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract_arguments(step, config.batch.prompts)[0]
     trains_offline = config.offline.steps > 0 and shapes.learner.draft is not None
+    # This loads the policy too, so it comes before the run's own weights take memory.
     draft_file = get_or_train_draft(job, interrupt, offline_text) if trains_offline else None
     network = None if trains_offline else load_draft(job, _draft_network(shapes))
     policy = load_policy(job, interrupt)
@@ -59,14 +60,16 @@ def start_run(
     elif network is not None:
         report_agreement(job, policy, network)
     else:
+        # XLA removes the other parts of the state, since only the draft is returned.
         shardings = _draft_network(layout)
         network = jax.jit(
             lambda: _draft_network(step.init_random_state()), out_shardings=shardings
         )()
         if remark := describe_random_draft(config):
             job.say(remark)
+    # Weights are donated, so that they are not in memory twice.
     state = jax.jit(step.init_state, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    machine = meshes.describe_machine(job.mesh)
+    machine = describe_machine(job.mesh)
     return RunState(
         state=_measure_lengths(job, state, source.place_training(0)),
         history=source.history,
@@ -78,12 +81,13 @@ def start_run(
 
 
 def adapt_run(job: Job, run: RunState, source: PromptSource, schedule: StepSchedule) -> None:
-    """Adapts a restored run to this machine, whose costs of rounds may differ.
+    """Adapts a restored run to this machine.
 
-    The acceptance that the run has seen stays.
+    Costs of rounds are measured again if they are those of another machine. Acceptance stays.
     """
-    run.machine = meshes.describe_machine(job.mesh)
+    run.machine = describe_machine(job.mesh)
     saved_chooser = run.state.generator.chooser
+    # Process 0 decides for all, since machines may differ between processes.
     if saved_chooser is None or not broadcast_flag(run.timed_on != run.machine):
         return
     job.say("the costs of rounds in the checkpoint are of another machine or mesh")
@@ -113,7 +117,10 @@ def describe_random_draft(config: ResolvedConfig) -> str:
 
 
 def _measure_lengths(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
-    """Measures cost and acceptance of each draft length, if rounds choose theirs."""
+    """Measures cost and acceptance of each draft length.
+
+    Returns the state unchanged if rounds do not choose their length.
+    """
     if state.generator.chooser is None:
         return state
     is_later = times_real_rounds(job.step.generator)

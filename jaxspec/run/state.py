@@ -1,4 +1,4 @@
-"""State of a run between two calls of its step, and its checkpoints."""
+"""State of a run between calls, and its checkpoints."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ FORMAT = 2
 
 @dataclasses.dataclass
 class BatchRecord:
-    """Record of a batch, which the update on it completes."""
+    """Record of a batch. The update on it completes it."""
 
     batch: int
     """Place in the run, from 0."""
@@ -68,14 +68,18 @@ class RunState:
     @property
     def checkpoint_number(self) -> int:
         """Number of its checkpoint: rollouts generated plus batches learned."""
+        # Every call raises the sum, also one that only learns or only generates.
         return self.generated + self.learned
 
     def has_ended(self, steps: int) -> bool:
-        """Whether all of `steps` batches are generated and learned."""
+        """Returns whether all `steps` batches are learned."""
         return self.learned >= steps and not self.queue
 
     def to_checkpoint(self) -> tuple[PyTree, dict[str, Any], dict[str, Any] | None]:
-        """Returns the arrays of a checkpoint, and JSON of all processes and of this one."""
+        """Returns the content of a checkpoint.
+
+        It has arrays, JSON values of the run, and JSON values of this process.
+        """
         # Plans belong to a mesh. They are made again.
         queue = tuple(item.rollout.replace(plan=None) for item in self.queue)
         host_state: dict[str, Any] = {
@@ -92,12 +96,15 @@ class RunState:
         process_state = None
         if self.history.past:
             host_state["keepers"] = self.history.owners
+            # Each process has the answers to some of the problems.
             process_state = {"kept": self.history.encode_answers()}
         return (self.state, queue, rows), host_state, process_state
 
 
 def restore_run(job: Job, checkpoints: Checkpoints, history: AnswerHistory) -> RunState | None:
-    """Restores the newest intact checkpoint on the job's mesh, without plans. None without any.
+    """Restores the newest intact checkpoint. None without any.
+
+    Arrays are placed on the job's mesh. Batches have no plans.
 
     Raises:
       ConfigError: all are damaged, or do not fit the config or this version of jaxspec.
@@ -106,6 +113,7 @@ def restore_run(job: Job, checkpoints: Checkpoints, history: AnswerHistory) -> R
     rows = rollout.replace(plan=None)
 
     def describe_arrays(host_state: dict[str, Any]) -> PyTree:
+        # The first format had no number.
         version = host_state.get("format", 1)
         require(
             version == FORMAT,
@@ -119,6 +127,7 @@ def restore_run(job: Job, checkpoints: Checkpoints, history: AnswerHistory) -> R
     if restored is None:
         return None
     (state, queue, filling), host_state = restored.arrays, restored.host_state
+    # There may be fewer processes now than when the checkpoint was saved.
     history.restore_answers(
         [(problem, successor_process(owner)) for problem, owner in host_state.get("keepers", [])],
         [process_state["kept"] for process_state in restored.process_states],

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.json_keys import parse_json
-from jaxspec.mesh import from_host_values
+from jaxspec.processes.global_arrays import from_host_values
 from jaxspec.processes.process_0 import broadcast_number, require_shared_cache
 from jaxspec.state import PyTree
 from jaxspec.storage.trees import array_layout, leaves_by_name, require_same_layout

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.mesh import from_host_values
+from jaxspec.processes.global_arrays import from_host_values
 from jaxspec.state import PyTree
 from jaxspec.storage.orbax_errors import PATH_ERRORS, access_error_in, describe_error, silence_orbax
 from jaxspec.storage.trees import array_layout, digest_arrays, leaves_by_name, require_same_layout

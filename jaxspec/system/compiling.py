@@ -34,8 +34,9 @@ _TITLES = {
     "begin": "prefill",
     "advance": "rounds",
     "advance_to_end": "rounds",
-    "one_round": "a round",
+    "advance_one_round": "a round",
     "measure": "metrics",
+    "measure_rollout": "metrics",
 }
 """Names of compiled functions for users."""
 

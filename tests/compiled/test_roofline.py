@@ -18,7 +18,7 @@ from jaxspec.config.presets import QWEN3_8B, QWEN3_30B_A3B, spec_without_checkpo
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.feedback.length_chooser import contexts, predicted_cost
+from jaxspec.rollout.feedback.length_chooser import context_buckets, predict_costs
 from tests.conftest import eagle3
 
 H100 = GeneratorDevices(HARDWARE["h100"])
@@ -48,8 +48,8 @@ def shapes(make: object, model: ModelSpec) -> object:
 def costs(
     target: ModelSpec, draft: object, rows: int, devices: GeneratorDevices = H100
 ) -> np.ndarray:
-    table = predicted_cost(devices, shapes(Decoder, target), draft, (0, 1, 3, 5), (rows,), CONTEXT)  # pyright: ignore[reportArgumentType]
-    assert table.shape == (4, 3, len(contexts(CONTEXT)))
+    table = predict_costs(devices, shapes(Decoder, target), draft, (0, 1, 3, 5), (rows,), CONTEXT)  # pyright: ignore[reportArgumentType]
+    assert table.shape == (4, 3, len(context_buckets(CONTEXT)))
     np.testing.assert_array_equal(table[:, :1], table[:, 1:2])  # there is one loop
     return table[:, 0, -1]
 

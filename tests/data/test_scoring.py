@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec import mesh as meshes
 from jaxspec.config.settings import DataConfig, ResolvedConfig, RewardConfig
+from jaxspec.data import scoring
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import count_workers, make_scorers, try_scorers
 from jaxspec.inputs.checked import ConfigError
@@ -33,12 +33,12 @@ def test_a_verifier_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_workers_are_bounded_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshes, "core_count", lambda: 2)
+    monkeypatch.setattr(scoring, "core_count", lambda: 2)
     assert count_workers(0) == 1
     assert count_workers(8) == 8
     with pytest.raises(ConfigError, match=r"reward\.workers is 9, .* 2 cores .*workers 8 or less"):
         make_scorers(config(verifier="math", workers=9))
-    monkeypatch.setattr(meshes, "core_count", lambda: 1000)
+    monkeypatch.setattr(scoring, "core_count", lambda: 1000)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**19}.get)
     assert count_workers(0) == 4
     with pytest.raises(ConfigError, match=r"2 GiB of memory, runs at most 4 .*512 MiB"):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafts import draft_temperature
-from jaxspec.rollout.feedback.acceptance import no_statistics
+from jaxspec.rollout.feedback.acceptance import init_statistics
 from jaxspec.state import Statistics
 
 GRID = (0.0, 0.5, 1.0, 1.5)
@@ -13,7 +13,7 @@ GRID = (0.0, 0.5, 1.0, 1.5)
 def measured(overlap: list[list[list[float]]]) -> Statistics:
     """Of groups of two rows."""
     groups, length, factors = np.shape(overlap)
-    return no_statistics(2 * groups, 2, length, factors, jnp.float32).replace(
+    return init_statistics(2 * groups, 2, length, factors, jnp.float32).replace(
         overlap_by_factor=jnp.asarray(overlap, jnp.float32)
     )
 

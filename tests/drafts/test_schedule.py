@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.drafts import schedule
-from jaxspec.rollout.feedback.acceptance import no_statistics
+from jaxspec.rollout.feedback.acceptance import init_statistics
 from jaxspec.state import Statistics
 
 
 def rollout(length: float, drafted: int = 100) -> Statistics:
     """100 rounds with a draft, each of which kept `length` tokens on average."""
-    nothing = no_statistics(1, 1, 2, 1, jnp.float32)
+    nothing = init_statistics(1, 1, 2, 1, jnp.float32)
     return nothing.replace(
         draft_rounds=jnp.array([[drafted, drafted]], jnp.int32),
         quarter_tokens=jnp.array([[round(length * drafted), 0, 0, 0]], jnp.int32),

@@ -200,7 +200,7 @@ def test_the_best_checkpoint_is_known_by_its_metric(
     assert not again.is_best({"eval/sums/avg@4": 0.5})
     assert again.is_best({"eval/sums/avg@4": 0.51})
     again.close()
-    with pytest.raises(ConfigError, match=r"best has what was best by other settings of eval"):
+    with pytest.raises(ConfigError, match=r"best was the best by other settings of eval"):
         made("differences/pass@2")
     assert not made("").is_best({"eval/sums/avg@4": 1.0})
 

@@ -91,7 +91,7 @@ def test_stop_strings_reach_the_generator_of_this_tokenizer() -> None:
     config = tiny_config(tiny_model(vocab=32), sft=SftConfig(steps=0))
     rollout = replace(config.rollout, stop=("=4", "=4"))
     job = make_job(replace(config, rollout=rollout), small_mesh())
-    stop = job.step.generator.plain().settings.stop
+    stop = job.step.generator.without_draft().settings.stop
     assert stop is not None
     ids = jnp.asarray([job.tokenizer.encode("4=42")], jnp.int32)
     assert stop(jnp.zeros(1, jnp.int32), ids)[0].tolist() == [[False, False, True, False]]

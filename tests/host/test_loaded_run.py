@@ -147,7 +147,7 @@ class TestRestore:
         ready = restored(run)
         weight_layouts = (
             make_job(CONFIG, small_mesh(1))
-            .step.generator.with_(prompts=1, group_size=2)
+            .step.generator.make_variant(prompts=1, group_size=2)
             .weight_layouts
         )
         for found, wanted, how in zip(

@@ -50,7 +50,9 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
     network = (
         tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)
     )
-    sync = jax.jit(lambda policy, network: generator.sync(policy, network, generator.start()))
+    sync = jax.jit(
+        lambda policy, network: generator.sync_weights(policy, network, generator.init_state())
+    )
     ready = sync(tiny_network(Decoder, MODEL, 1), network)
     return jax.tree.map(
         np.asarray, make_length_chooser(generator, ready, tiny_prompts(8, 5, MODEL.vocab))

@@ -26,7 +26,7 @@ from jaxspec.host.round_cost import TIMED_ROUNDS, RoundTimer, predict_chooser
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.feedback.length_chooser import TIMES, TimedCosts
+from jaxspec.rollout.feedback.length_chooser import TIMINGS_PER_COST, TimedCosts
 from jaxspec.rollout.generator import Generator
 from jaxspec.run.schedules import (
     StepSchedule,
@@ -111,7 +111,9 @@ def engine() -> Engine:
 def weights(generator: Generator, alike: bool) -> RolloutWeights:
     policy = tiny_network(Decoder, MODEL, 1, scale=3.0)
     draft = tiny_network(Decoder, MODEL, 1 if alike else 2, scale=3.0)
-    ready = jax.jit(lambda one, other: generator.sync(one, other, generator.start()))(policy, draft)
+    ready = jax.jit(lambda one, other: generator.sync_weights(one, other, generator.init_state()))(
+        policy, draft
+    )
     chooser = predict_chooser(generator, ready)
     return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 
@@ -341,27 +343,27 @@ def test_nothing_is_compiled_to_predict(
 def test_costs_that_were_not_timed_follow_their_length() -> None:
     table = np.asarray([[[1.0, 2.0], [0.5, 1.0]], [[2.0, 4.0], [1.0, 2.0]]], np.float32)
     costs = TimedCosts(table)
-    assert costs.due(0, 0) == 0
-    costs.add((0, 0, 0), short=1.0, long=1.0 + 4 * 3.0, rounds=4)
-    assert costs.due(0, 0) == 1
+    assert costs.next_length_index(0, 0) == 0
+    costs.add_timing((0, 0, 0), short_seconds=1.0, long_seconds=1.0 + 4 * 3.0, rounds=4)
+    assert costs.next_length_index(0, 0) == 1
     assert not costs.has_all_lengths
     # the other length was never timed: the ratio to it is all that is known
     np.testing.assert_allclose(costs.table, 3 * table)
-    costs.add((1, 0, 0), short=1.0, long=1.0 + 4 * 12.0, rounds=4)
+    costs.add_timing((1, 0, 0), short_seconds=1.0, long_seconds=1.0 + 4 * 12.0, rounds=4)
     np.testing.assert_allclose(costs.table[0], 3 * table[0])
     np.testing.assert_allclose(costs.table[1], 6 * table[1])
     assert costs.has_all_lengths
-    assert costs.due(0, 0, again=False) is None
-    assert costs.due(0, 0) == 0
-    assert costs.due(1, 1, again=False) == 0
+    assert costs.next_length_index(0, 0, retime=False) is None
+    assert costs.next_length_index(0, 0) == 0
+    assert costs.next_length_index(1, 1, retime=False) == 0
     # the first time was disturbed; the fastest of each kind of call counts
-    costs.add((1, 0, 0), short=2.0, long=1.0 + 4 * 4.0, rounds=4)
+    costs.add_timing((1, 0, 0), short_seconds=2.0, long_seconds=1.0 + 4 * 4.0, rounds=4)
     np.testing.assert_allclose(costs.table[1], 2 * table[1])
-    for _ in range(TIMES - 1):
-        costs.add((0, 0, 0), 1.0, 13.0, 4)
-    assert costs.due(0, 0) == 1
-    costs.add((1, 0, 0), 1.0, 17.0, 4)
-    assert costs.due(0, 0) is None
+    for _ in range(TIMINGS_PER_COST - 1):
+        costs.add_timing((0, 0, 0), 1.0, 13.0, 4)
+    assert costs.next_length_index(0, 0) == 1
+    costs.add_timing((1, 0, 0), 1.0, 17.0, 4)
+    assert costs.next_length_index(0, 0) is None
     # calls of more and of fewer rounds that take as long
-    costs.add((0, 1, 0), 5.0, 5.0, 4)
+    costs.add_timing((0, 1, 0), 5.0, 5.0, 4)
     assert costs.table[0, 1, 0] == 1

@@ -26,6 +26,7 @@ from jaxspec.config.settings import BatchConfig, DataConfig, ResolvedConfig, Rol
 from jaxspec.data.problems import load_sets
 from tests.host.batches import Batches, batches_of
 from jaxspec.host.job import make_job
+from jaxspec.processes import global_arrays
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import EOS
 
@@ -47,12 +48,12 @@ for name in ("zeros", "full", "ones", "empty"):
         made.append(int(np.prod(shape)))
         return make(shape, *rest, **named)
     setattr(np, name, noted)
-add = meshes.sum_over_processes
-meshes.sum_over_processes = lambda table: (summed.append(table.size), add(table))[1]
+add = global_arrays.sum_over_processes
+global_arrays.sum_over_processes = lambda table: (summed.append(table.size), add(table))[1]
 
 asked = batches.source.place_training(0)
 here = np.flatnonzero(batches.source._is_held)
-questions = meshes.read_local_rows(asked.tokens, here)
+questions = global_arrays.read_local_rows(asked.tokens, here)
 placed_problems = batches.source._problems_at(0, batches.source._is_held)
 expected = [placed_problems[int(place)].ids for place in here]
 assert [tuple(row[:len(ids)]) for row, ids in zip(questions, expected)] == expected
@@ -63,7 +64,7 @@ like = jax.tree.map(
 )
 def of(name, value):
     leaf = getattr(like, name)
-    return meshes.from_local_rows(leaf, rows, value(len(rows), leaf))
+    return global_arrays.from_local_rows(leaf, rows, value(len(rows), leaf))
 lengths = np.repeat([len(ids) for ids in expected], group).astype(np.int32)
 rollout = like.replace(
     tokens=of("tokens", lambda n, leaf: np.repeat(

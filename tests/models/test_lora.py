@@ -130,7 +130,9 @@ def test_a_version_is_rounded_alike_whenever_it_generates() -> None:
     for data, version in ((1, 5), (4, 5), (1, 6)):
         generator = build_step(config, small_mesh(data), (1,), 11).generator
         sync = jax.jit(
-            lambda network, version, of=generator: of.sync(network, None, of.start(), version)
+            lambda network, version, of=generator: of.sync_weights(
+                network, None, of.init_state(), version
+            )
         )
         with jax.numpy_dtype_promotion("standard"):
             made.append(sync(network, jnp.int32(version)).target)

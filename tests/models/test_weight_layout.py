@@ -278,7 +278,9 @@ def step_of(rows: int, kind: DraftKind, length: int) -> Step:
         data=DataConfig(max_prompt_length=4),
     )
     step = build_step(config, small_mesh(1), (1,), model.vocab)
-    return dataclasses.replace(step, generator=step.generator.with_(prompts=1, group_size=rows))
+    return dataclasses.replace(
+        step, generator=step.generator.make_variant(prompts=1, group_size=rows)
+    )
 
 
 @pytest.mark.parametrize(

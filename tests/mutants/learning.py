@@ -205,16 +205,17 @@ MUTANTS = [
         "-",
         "later pieces of a text start where those of all texts would",
         "rollout/append.py",
-        "(number - before) * size.positions",
-        "number * size.positions",
+        "(piece_numbers - first_piece) * size.piece_length",
+        "piece_numbers * size.piece_length",
         "rollout/test_pieces.py::test_pieces_cover_what_is_unread_of_every_text_once",
     ),
     Mutant(
         "-",
         "the last piece of a text is not cut",
         "rollout/append.py",
-        "length = jnp.clip(of_text(texts.length) - 1 - start, 0, size.positions)",
-        "length = jnp.full_like(start, size.positions)",
+        "piece_lengths = jnp.clip(gather_text(texts.lengths) - 1 - start_positions, 0,"
+        " size.piece_length)",
+        "piece_lengths = jnp.full_like(start_positions, size.piece_length)",
         "rollout/test_pieces.py::test_pieces_cover_what_is_unread_of_every_text_once",
     ),
 ]

@@ -12,7 +12,7 @@ from jaxspec.kernels.chunks import map_in_chunks
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import label_logprobs, response_mask
 from jaxspec.rl.train_batch import rows_to_pack
-from jaxspec.rollout.feedback.acceptance import no_statistics
+from jaxspec.rollout.feedback.acceptance import init_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout
 from tests.conftest import tiny_model, tiny_network
@@ -124,7 +124,7 @@ def test_response_mask_covers_what_the_policy_sampled() -> None:
         status=jnp.zeros(3, jnp.int32),
         origin=jnp.array([[0, 0, 2, 5, 3, 0], [0] * 6, [0, 0, 0, 1, 4, 6]], jnp.int8),
         version=jnp.zeros(3, jnp.int32),
-        statistics=no_statistics(3, 1, 1, 1, jnp.float64),
+        statistics=init_statistics(3, 1, 1, 1, jnp.float64),
     )
     assert np.asarray(response_mask(rollout)).astype(int).tolist() == [
         [0, 0, 1, 1, 1, 0],

@@ -329,7 +329,7 @@ def test_what_leaving_the_reference_costs_is_taken_from_rewards(where: Any) -> N
         learn=jnp.ones((), bool),
     )
     learner = step.learner.init_state(policy(), None, online=False).replace(reference=other)
-    state = TrainState(learner=learner, generator=step.generator.start())
+    state = TrainState(learner=learner, generator=step.generator.init_state())
     batch, metrics = jax.jit(step._build_rewarded_batch)(state, finished)
     mask = rows.chosen & valid[:, None]
     kl = np.where(mask, rows.sampled - np.asarray(logprobs_of(other, rows)), 0)

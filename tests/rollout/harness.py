@@ -18,12 +18,12 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary
 from jaxspec.models.mtp import Mtp
 from jaxspec.rollout.feedback import length_chooser
-from jaxspec.rollout.generate import generate
+from jaxspec.rollout.generate import generate_sharded
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.block import Block, Verification
 from jaxspec.rollout.verification.fused import FUSED
 from jaxspec.rollout.verification.plain import PLAIN
-from jaxspec.rollout.verification.plain import distributions as plain_distributions
+from jaxspec.rollout.verification.plain import make_distributions as plain_distributions
 from jaxspec.rollout.verify import Distributions, Verdict, block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Drafter, LengthChooser, Prompts, Rollout
@@ -62,7 +62,7 @@ def distributions(target: jax.Array, draft: jax.Array | None, form: str) -> Dist
     produced = jnp.zeros((rows, positions), jnp.int32)
     proposal = Proposal(tokens, draft, jnp.zeros((rows,), jnp.int32), ids)
     block = Block(target, proposal, produced, Processing(), 1.0, (1.0,), slice(None))
-    return FORMS[form].compare(block).distributions
+    return FORMS[form].compare_block(block).distributions
 
 
 def in_form(rule: Callable[..., Verdict]) -> Callable[..., Verdict]:
@@ -178,7 +178,7 @@ def changing_chooser(lengths: tuple[int, ...]) -> LengthChooser | None:
     draft most. None: all draft alike."""
     if not lengths:
         return None
-    chooser = length_chooser.unmeasured(lengths, WIDTH + NEW)
+    chooser = length_chooser.init_chooser(lengths, WIDTH + NEW)
     falling, rising = np.linspace(9.0, 1.0, len(lengths)), np.linspace(1.0, 9.0, len(lengths))
     first = np.arange(chooser.round_cost.shape[1])[:, None] == 0
     cost = np.where(first, rising[:, None, None], falling[:, None, None])
@@ -216,7 +216,7 @@ def compiled(
     """Prompts in, numpy rollout out; `options` are the compiler's."""
     mesh = small_mesh(data, tensor, expert)
     run = jax.jit(
-        lambda target, drafter, prompts, key: generate(
+        lambda target, drafter, prompts, key: generate_sharded(
             target, drafter, draft, prompts, key, chosen, mesh
         ),
         compiler_options=options,

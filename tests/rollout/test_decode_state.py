@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.rollout.decode_state import DecodeState, may_run_out, rows_may_wait
+from jaxspec.rollout.decode_state import DecodeState, pages_may_run_out, rows_may_wait
 from jaxspec.rollout.generate import begin
 from jaxspec.rollout.settings import Settings
 from tests.rollout.harness import (
@@ -51,4 +51,8 @@ def test_every_part_is_always_there() -> None:
     }
     assert len({str(part) for part in parts.values()}) == 1
     assert [rows_may_wait(state) for state in states.values()] == [False, True, True, True, False]
-    assert [may_run_out(state, NEW) for state in states.values()] == [*[False] * 3, True, False]
+    assert [pages_may_run_out(state, NEW) for state in states.values()] == [
+        *[False] * 3,
+        True,
+        False,
+    ]

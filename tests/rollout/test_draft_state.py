@@ -12,13 +12,19 @@ from jaxspec.drafts.base import Context, Draft
 from jaxspec.drafts.lookup import CombinedState
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
-from jaxspec.rollout.decode_state import DecodeState, active, may_run_out, taken, waiting
+from jaxspec.rollout.decode_state import (
+    DecodeState,
+    active_slots,
+    gather_rows,
+    has_waiting_rows,
+    pages_may_run_out,
+)
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.generate import advance, begin
-from jaxspec.rollout.prefill import append_unread
-from jaxspec.rollout.round import features
+from jaxspec.rollout.prefill import append_unread_texts
+from jaxspec.rollout.round import draft_features
 from jaxspec.rollout.settings import Settings
-from jaxspec.rollout.slots import refill
+from jaxspec.rollout.slots import refill_slots
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
 from tests.conftest import tiny_prompts
@@ -82,7 +88,7 @@ CASES = [
 
 def forced(given: Drafter, lengths: tuple[int, ...], length: int) -> Drafter:
     """By which every round has this length: all others cost far more."""
-    chooser = length_chooser.unmeasured(lengths, WIDTH + NEW)
+    chooser = length_chooser.init_chooser(lengths, WIDTH + NEW)
     return given.replace(
         chooser=chooser.replace(
             round_cost=jnp.full_like(chooser.round_cost, 1e6).at[lengths.index(length)].set(1e-6)
@@ -100,7 +106,7 @@ def said(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the learned draft would say in the engine's next round, what a fresh one says of the
     same texts, and how long these are."""
-    lengths = jnp.where(active(state), taken(state.rollout.lengths, state.row), 0)
+    lengths = jnp.where(active_slots(state), gather_rows(state.rollout.lengths, state.row), 0)
     context = Context(state.rollout.tokens, lengths, state.row, state.rollout.lengths)
     draft_state = state.draft.learned if isinstance(state.draft, CombinedState) else state.draft
     cache = state.caches.draft
@@ -118,7 +124,7 @@ def said(
         taps=learned.taps,
     )
     whole = tiny_prompts(len(texts)).replace(tokens=texts, lengths=jnp.maximum(lengths, 1))
-    draft_state, cache = read_whole(learned, network, target, whole, features(forward))
+    draft_state, cache = read_whole(learned, network, target, whole, draft_features(forward))
     cache = contiguous.expand_prompts(cache, 1, texts.shape[1] + DEPTHS + 1)
     theirs = learned.propose(
         network, target, draft_state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
@@ -151,18 +157,18 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
         )
     )(prompts)
     step = jax.jit(lambda state, drafter: advance(target, drafter, draft, state, 1, settings))
-    evicts = may_run_out(state, NEW)
+    evicts = pages_may_run_out(state, NEW)
 
     @jax.jit
     def compare(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
         block = (draft.max_length if draft else 0) + 1
-        filled = refill(state, settings.group_size, block, evicts)
-        filled = append_unread(target, given, draft, filled, settings)
+        filled = refill_slots(state, settings.group_size, block, evicts)
+        filled = append_unread_texts(target, given, draft, filled, settings)
         return said(learned, target, network, filled)
 
     by_turn = [forced(given, case.lengths, length) for length in case.turns]
     compared, number = 0, 0
-    while bool(waiting(state)) or bool(active(state).any()):
+    while bool(has_waiting_rows(state)) or bool(active_slots(state).any()):
         ours, theirs, lengths = jax.device_get(compare(state))
         there = lengths > 1  # a row of one token has nothing to draft from
         np.testing.assert_allclose(

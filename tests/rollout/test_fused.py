@@ -16,7 +16,7 @@ from jaxspec.drafts.base import Proposal
 from jaxspec.rollout.verification.block import Block, Verification
 from jaxspec.rollout.verification.fused import FUSED, is_supported
 from jaxspec.rollout.verification.plain import PLAIN
-from jaxspec.rollout.verify import block_rule, leading, match_rule, token_rule
+from jaxspec.rollout.verify import block_rule, count_leading, match_rule, token_rule
 from jaxspec.sampling import Processing, Uniforms
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
@@ -88,7 +88,7 @@ def hard_block(case: Case, dtype: Any, form: Verification) -> tuple[Block, dict[
     levels = sampling.level_count(VOCAB)
     numbers = jnp.asarray(random.random((ROWS, 2 * LENGTH + 1, levels)), dtype)
     tokens = [
-        form.draw(
+        form.draw_drafts(
             given[:, depth],
             mapped,
             VOCAB,
@@ -132,8 +132,8 @@ def answers(
         chosen.grid,
         chosen.measured,
     )
-    compared = (FUSED if fast else PLAIN).compare(block)
-    offered = jnp.minimum(proposal.lengths, leading(compared.finite[:, :LENGTH]))
+    compared = (FUSED if fast else PLAIN).compare_block(block)
+    offered = jnp.minimum(proposal.lengths, count_leading(compared.finite[:, :LENGTH]))
     said: dict[str, Any] = {"finite": compared.finite, "offered": offered}
     for rule in (token_rule, block_rule):
         for name in ("next", "gumbel"):
@@ -146,9 +146,9 @@ def answers(
     )
     tokens = jnp.pad(proposal.tokens, ((0, 0), (0, 1)), constant_values=2)
     said["logprobs"], said["entropy"] = compared.logprobs(tokens), compared.entropy
-    said["comparison"] = compared.comparison
+    said["comparison"] = compared.draft_overlap
     weights = jnp.log(jnp.linspace(0.2, 1, LENGTH - 1, dtype=logits.dtype))
-    said["left_over"] = compared.distributions.left_over(
+    said["left_over"] = compared.distributions.residual_mass(
         jnp.broadcast_to(weights, (ROWS, LENGTH - 1))
     )
     return said
@@ -164,7 +164,7 @@ def test_both_forms_say_and_draw_the_same(case: str, dtype: str) -> None:
     if not CASES[case].own:  # of its own vocabulary it draws with the same noise in another order
         np.testing.assert_array_equal(drawn_too.proposal.tokens, block.proposal.tokens)
     for given in (block, drawn_too):
-        arrays = given.logits, given.proposal, given.produced, more
+        arrays = given.logits, given.proposal, given.response_positions, more
         plain, fast = (answers(*arrays, case=case, fast=fast) for fast in (False, True))
         finite: np.ndarray = np.asarray(plain["finite"])
         rows: np.ndarray = np.all(finite, axis=1)
@@ -193,7 +193,7 @@ def test_both_forms_say_and_draw_the_same(case: str, dtype: str) -> None:
         ours, theirs = fast["comparison"], plain["comparison"]
         close(ours.overlap[rows], theirs.overlap[rows])
         close(ours.draft_entropy[rows], theirs.draft_entropy[rows])
-        seen = rows[given.measured]
+        seen = rows[given.measured_slots]
         close(ours.overlap_by_factor[seen], theirs.overlap_by_factor[seen])
 
 
@@ -213,16 +213,16 @@ def test_float32_is_as_exact_as_the_plain_form() -> None:
         produced = jnp.zeros((rows, LENGTH + 1), jnp.int32)
         proposal = Proposal(tokens, draft, jnp.full((rows,), LENGTH, jnp.int32), ids)
         block = Block(target, proposal, produced, Processing(), 1.0, (1.0, 0.7), slice(None))
-        compared = (FUSED if fast else PLAIN).compare(block)
+        compared = (FUSED if fast else PLAIN).compare_block(block)
         weights = jnp.full((rows, LENGTH - 1), np.log(0.8), target.dtype)
         return (
             compared.logprobs(jnp.pad(tokens, ((0, 0), (0, 1)))),
             compared.entropy,
-            compared.comparison.overlap,
-            compared.comparison.overlap_by_factor,
-            compared.comparison.draft_entropy,
-            compared.distributions.left_over(weights),
-            *compared.distributions.at_drafted(tokens),
+            compared.draft_overlap.overlap,
+            compared.draft_overlap.overlap_by_factor,
+            compared.draft_overlap.draft_entropy,
+            compared.distributions.residual_mass(weights),
+            *compared.distributions.draft_token_logprobs(tokens),
         )
 
     exact = say(*(jnp.asarray(array, jnp.float64) for array in given), fast=False)

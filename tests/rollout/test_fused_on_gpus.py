@@ -17,7 +17,7 @@ from jaxspec.compiled.text import Instruction, Program, Shape
 from jaxspec.drafts import draft_temperature
 from jaxspec.drafts.base import Proposal
 from jaxspec.rollout.verification.block import Block
-from jaxspec.rollout.verify import block_rule, leading, match_rule
+from jaxspec.rollout.verify import block_rule, count_leading, match_rule
 from jaxspec.sampling import Processing, Uniforms, level_count
 from tests import cuda
 from tests.rollout.harness import FORMS
@@ -77,15 +77,17 @@ def verification(card: Card, form: str, own: bool, auto: bool, dtype: str) -> Fo
         proposal = Proposal(tokens, draft, offered, ids if own else None)
         rows = slice(None, None, GROUP)
         wide = logits.astype(jnp.float32)
-        compared = FORMS[form].compare(Block(wide, proposal, produced, KNOWN, factors, grid, rows))
-        offered = jnp.minimum(offered, leading(compared.finite[:, :LENGTH]))
+        compared = FORMS[form].compare_block(
+            Block(wide, proposal, produced, KNOWN, factors, grid, rows)
+        )
+        offered = jnp.minimum(offered, count_leading(compared.finite[:, :LENGTH]))
         verdict = block_rule(compared.distributions, tokens, offered, coins, Uniforms(noise))
         block = jnp.where(
             jnp.arange(LENGTH + 1, dtype=jnp.int32) < verdict.accepted[:, None],
             jnp.pad(tokens, ((0, 0), (0, 1))),
             verdict.next_token[:, None],
         )
-        said = compared.finite, compared.entropy, compared.comparison, compared.logprobs(block)
+        said = compared.finite, compared.entropy, compared.draft_overlap, compared.logprobs(block)
         return verdict, said
 
     described = described_on(mesh)
@@ -113,7 +115,7 @@ def plain_step(card: Card, form: str) -> Found:
         block = Block(
             logits.astype(jnp.float32), proposal, produced, KNOWN, 1.0, (1.0,), slice(None)
         )
-        compared = FORMS[form].compare(block)
+        compared = FORMS[form].compare_block(block)
         verdict = match_rule(compared.distributions, nothing, produced[:, 0], Uniforms(noise))
         logprobs = compared.logprobs(verdict.next_token[:, None])
         return verdict, compared.finite, compared.entropy, logprobs

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout.feedback.acceptance import no_statistics
+from jaxspec.rollout.feedback.acceptance import init_statistics
 from jaxspec.rollout.feedback.length_chooser import (
-    choose,
-    contexts,
+    choose_length,
+    context_buckets,
     expected_tokens,
-    unmeasured,
-    update,
+    init_chooser,
+    update_chooser,
 )
 from jaxspec.state import AcceptanceEstimate, LengthChooser
 
@@ -37,9 +37,9 @@ def estimate(
 
 
 def test_contexts_end_ever_later() -> None:
-    assert contexts(300) == (300,)
-    assert contexts(512) == (512,)
-    assert contexts(5000) == (512, 2048, 5000)
+    assert context_buckets(300) == (300,)
+    assert context_buckets(512) == (512,)
+    assert context_buckets(5000) == (512, 2048, 5000)
 
 
 def test_expected_tokens_are_those_of_conditional_acceptance() -> None:
@@ -67,16 +67,16 @@ def test_the_most_tokens_a_second_are_chosen() -> None:
         ((1, 1.6, 1.9, 2), 0),
         ((1, 1, 1, 1), 3),
     ):
-        place, seconds_to_lose = choose(half, jnp.asarray(cost, jnp.float32), LENGTHS)
+        place, seconds_to_lose = choose_length(half, jnp.asarray(cost, jnp.float32), LENGTHS)
         assert place == wanted
         assert seconds_to_lose == jnp.float32(0.01) * jnp.float32(cost[wanted])
-        tried, seconds_to_lose = choose(
+        tried, seconds_to_lose = choose_length(
             half.replace(seconds_to_lose=jnp.float32(0.5)), jnp.asarray(cost, jnp.float32), LENGTHS
         )
         longer = min(wanted + 1, 3)
         assert tried == (longer if cost[longer] - cost[wanted] <= 0.5 else wanted)
         assert seconds_to_lose >= 0
-    place, _ = choose(half, jnp.asarray((1.1, 1.2), jnp.float32), (1, 3))
+    place, _ = choose_length(half, jnp.asarray((1.1, 1.2), jnp.float32), (1, 3))
     assert place == 1
 
 
@@ -94,7 +94,7 @@ def spent(
     """
     random = np.random.default_rng(0)
     table, now = jnp.asarray(cost, jnp.float32), start
-    decide = jax.jit(lambda estimate: choose(estimate, table, LENGTHS))
+    decide = jax.jit(lambda estimate: choose_length(estimate, table, LENGTHS))
     counts, tokens, rows = np.zeros(len(LENGTHS)), 0, 4
     for number in range(-measured, rounds):
         place = 3
@@ -147,20 +147,20 @@ def test_a_draft_that_becomes_useful_is_found() -> None:
 
 
 def test_a_call_counts_twice_as_much_as_the_one_before_it() -> None:
-    made = no_statistics(2, 1, 5, 1, jnp.float32)
+    made = init_statistics(2, 1, 5, 1, jnp.float32)
     fresh = made.replace(
         reached=made.reached.at[:, 0].set(jnp.asarray([3, 5])),
         accepted=made.accepted.at[:, 0].set(jnp.asarray([1, 4])),
     )
     before = LengthChooser(
         acceptance=estimate([10, 6, 0, 0, 0], [2, 2, 0, 0, 0], 5),
-        round_cost=unmeasured(LENGTHS, 100).round_cost + 2,
+        round_cost=init_chooser(LENGTHS, 100).round_cost + 2,
     )
-    after = update(before, fresh).acceptance
+    after = update_chooser(before, fresh).acceptance
     np.testing.assert_allclose(after.reached, [13, 3, 0, 0, 0])
     np.testing.assert_allclose(after.accepted, [6, 1, 0, 0, 0])
     assert after.seconds_to_lose == 0
     # nothing was drafted: it earns
-    idle = update(before, made.replace(rounds=jnp.asarray([10, 20]))).acceptance
+    idle = update_chooser(before, made.replace(rounds=jnp.asarray([10, 20]))).acceptance
     np.testing.assert_allclose(idle.reached, before.acceptance.reached)
     np.testing.assert_allclose(idle.seconds_to_lose, 5 + 0.01 * 2 * 15)

@@ -128,7 +128,7 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
     )
     draft = bigram_draft(1, np.zeros((vocab, vocab), np.float32))
     settings = Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1))
-    chooser = length_chooser.unmeasured(settings.lengths, 4)
+    chooser = length_chooser.init_chooser(settings.lengths, 4)
     plain = drafter(None, draft).replace(
         chooser=chooser.replace(round_cost=jnp.full_like(chooser.round_cost, 1e6).at[0].set(1e-6))
     )

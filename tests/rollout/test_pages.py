@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from jaxspec.rollout import pages as paging
-from jaxspec.rollout.pages import Pages, no_pages
+from jaxspec.rollout.pages import Pages, init_pages
 
 HOLDERS, ROW_PAGES = 6, 5
-grow, share, release, free = (
-    jax.jit(getattr(paging, name)) for name in ("grow", "share", "release", "free")
+allocate_pages, share_pages, release_pages, count_free_pages = (
+    jax.jit(getattr(paging, name))
+    for name in ("allocate_pages", "share_pages", "release_pages", "count_free_pages")
 )
 
 
@@ -46,9 +47,9 @@ class Simulated:
         np.testing.assert_array_equal(
             pages.references, [references[page] for page in range(self.count)]
         )
-        assert int(free(pages)) == len(self.free())
+        assert int(count_free_pages(pages)) == len(self.free())
         for holder, held in self.held.items():
-            assert int(pages.held[holder]) == len(held)
+            assert int(pages.page_counts[holder]) == len(held)
             assert pages.table[holder].tolist() == held + [self.count] * (ROW_PAGES - len(held))
             assert len(set(held)) == len(held)
 
@@ -64,15 +65,15 @@ def random_step(
         source = int(random.choice([other for other in simulated.held if other not in empty]))
         count = int(random.integers(0, len(simulated.held[source]) + 1))
         simulated.held[holder] = simulated.held[source][:count]
-        return "share", share(pages, jnp.int32(holder), jnp.int32(source), jnp.int32(count))
+        return "share", share_pages(pages, jnp.int32(holder), jnp.int32(source), jnp.int32(count))
     if kind == "release":
         marked = random.random(HOLDERS) < 0.4
         simulated.held |= {holder: [] for holder in np.flatnonzero(marked).tolist()}
-        return "release", release(pages, jnp.asarray(marked))
+        return "release", release_pages(pages, jnp.asarray(marked))
     wanted = random.integers(0, ROW_PAGES + 1, HOLDERS)
     while simulated.needed(wanted) > len(simulated.free()):
         wanted[random.integers(HOLDERS)] = 0
-    after = grow(pages, jnp.asarray(wanted, jnp.int32))
+    after = allocate_pages(pages, jnp.asarray(wanted, jnp.int32))
     kind = (
         "grow to the last page" if simulated.needed(wanted) == len(simulated.free()) > 0 else "grow"
     )
@@ -83,7 +84,7 @@ def random_step(
 @pytest.mark.parametrize("count", [5, 9, 17, 30])
 def test_random_sequences_agree_with_plain_lists(count: int) -> None:
     random, simulated, seen = np.random.default_rng(count), Simulated(count), Counter()
-    pages = no_pages(count, HOLDERS, ROW_PAGES)
+    pages = init_pages(count, HOLDERS, ROW_PAGES)
     simulated.check(pages)
     shared = 0
     for _ in range(150):
@@ -95,18 +96,18 @@ def test_random_sequences_agree_with_plain_lists(count: int) -> None:
     # of 30 pages six holders never need more
     assert count == 30 or seen["grow to the last page"] > 3
     assert shared > 2
-    pages = release(pages, jnp.ones((HOLDERS,), bool))
-    assert (int(free(pages)), pages.references.tolist()) == (count, [0] * count)
+    pages = release_pages(pages, jnp.ones((HOLDERS,), bool))
+    assert (int(count_free_pages(pages)), pages.references.tolist()) == (count, [0] * count)
 
 
 def test_what_two_hold_is_free_when_the_second_lets_go() -> None:
-    pages = grow(no_pages(4, 3, 3), jnp.asarray([0, 0, 3], jnp.int32))
-    pages = share(pages, jnp.int32(0), jnp.int32(2), jnp.int32(2))
-    pages = grow(pages, jnp.asarray([3, 0, 3], jnp.int32))
+    pages = allocate_pages(init_pages(4, 3, 3), jnp.asarray([0, 0, 3], jnp.int32))
+    pages = share_pages(pages, jnp.int32(0), jnp.int32(2), jnp.int32(2))
+    pages = allocate_pages(pages, jnp.asarray([3, 0, 3], jnp.int32))
     assert pages.table.tolist() == [[0, 1, 3], [4, 4, 4], [0, 1, 2]]
     assert pages.references.tolist() == [2, 2, 1, 1]
-    pages = release(pages, jnp.asarray([False, False, True]))
+    pages = release_pages(pages, jnp.asarray([False, False, True]))
     assert pages.references.tolist() == [1, 1, 0, 1]
-    pages = grow(pages, jnp.asarray([1, 1, 0], jnp.int32))  # who has more keeps it
+    pages = allocate_pages(pages, jnp.asarray([1, 1, 0], jnp.int32))  # who has more keeps it
     assert pages.table.tolist() == [[0, 1, 3], [2, 4, 4], [4, 4, 4]]
     assert pages.held.tolist() == [3, 1, 0]

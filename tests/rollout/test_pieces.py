@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rollout.append import PassSize, Texts, take_pieces
+from jaxspec.rollout.append import PassSize, Texts, select_pieces
 
 
 @pytest.mark.parametrize(("pieces", "positions"), [(2, 4), (5, 1), (3, 50)])
@@ -17,13 +17,13 @@ def test_pieces_cover_what_is_unread_of_every_text_once(pieces: int, positions: 
     unread = np.array([22, 0, 1, 6])
     texts = Texts(
         tokens=jnp.asarray(tokens, jnp.int32),
-        row=jnp.asarray(row, jnp.int32),
-        length=jnp.asarray(length, jnp.int32),
-        unread=jnp.asarray(unread, jnp.int32),
+        rows=jnp.asarray(row, jnp.int32),
+        lengths=jnp.asarray(length, jnp.int32),
+        unread_counts=jnp.asarray(unread, jnp.int32),
         table=jnp.zeros((4, 1), jnp.int32),
     )
-    take = jax.jit(take_pieces, static_argnums=3)
-    ends = jnp.cumsum(-(-texts.unread // positions), dtype=jnp.int32)
+    take = jax.jit(select_pieces, static_argnums=3)
+    ends = jnp.cumsum(-(-texts.unread_counts // positions), dtype=jnp.int32)
     found: list[tuple[int, int, int]] = []
     for turn in range(-(-int(ends[-1]) // pieces)):
         part = take(texts, ends, jnp.int32(turn), PassSize(pieces, positions))

@@ -34,13 +34,13 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     """Two rows of 300 tokens in a pool for one and a half: one of them waits for the other, and
     takes part in as many rounds as a row that has all the pages it needs."""
     target = plain()[0]  # it is generated from, once in a process, which is not to be counted
-    passes, take_pieces = [], append.take_pieces
+    passes, select_pieces = [], append.select_pieces
 
     def counted(*arguments: Any) -> Any:
         jax.debug.callback(lambda: passes.append(1))
-        return take_pieces(*arguments)
+        return select_pieces(*arguments)
 
-    monkeypatch.setattr(append, "take_pieces", counted)
+    monkeypatch.setattr(append, "select_pieces", counted)
     monkeypatch.setattr(prefill, "PASS_TOKENS", PIECE)
     draft, network = draft_of(kind, 3), network_of(kind, 0.8)
     longest = WIDTH + NEW + (draft.max_length if draft else 0)

@@ -13,7 +13,7 @@ from jaxspec.kernels import key_chunks
 from jaxspec.rollout.decode_state import DecodeState, rows_may_wait
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.settings import Settings
-from jaxspec.rollout.slots import refill
+from jaxspec.rollout.slots import refill_slots
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import RUNNING, Prompts, Rollout
 from tests.rollout.harness import (
@@ -175,7 +175,8 @@ def assert_is_whole(state: DecodeState) -> None:
     seated = [row for row in state.row.tolist() if row in running]
     np.testing.assert_array_equal(np.sort([*waiting, *seated]), running)
     table, held, references = (
-        np.asarray(leaf) for leaf in (state.pages.table, state.pages.held, state.pages.references)
+        np.asarray(leaf)
+        for leaf in (state.pages.table, state.pages.page_counts, state.pages.references)
     )
     assert (len(references) > 0) == (table.shape[1] > 0)
     there = np.arange(table.shape[1]) < held[:, None]
@@ -201,7 +202,9 @@ def sliced(settings: Settings, rounds: int) -> Rollout:
     def start(prompts: Prompts) -> DecodeState:
         given, key = drafter(network, draft), jax.random.key(5)
         state = begin(target, given, draft, prompts, jnp.int32(0), key, settings)
-        return state.replace(queue=state.queue.replace(order=jnp.asarray(ORDER, jnp.int32)))
+        return state.replace(
+            queue=state.queue.replace(admission_order=jnp.asarray(ORDER, jnp.int32))
+        )
 
     step = jax.jit(
         lambda state: advance(target, drafter(network, draft), draft, state, rounds, settings)
@@ -211,7 +214,7 @@ def sliced(settings: Settings, rounds: int) -> Rollout:
         state = step(state)
         assert_is_whole(state)
     assert (np.asarray(collect(state).status) != RUNNING).all()
-    ended = jax.jit(lambda state: refill(state, GROUP, 4, True))(state)
+    ended = jax.jit(lambda state: refill_slots(state, GROUP, 4, True))(state)
     assert not np.asarray(ended.pages.references).any()
     return jax.tree.map(np.asarray, collect(state))
 

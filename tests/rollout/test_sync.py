@@ -13,7 +13,7 @@ from jaxspec.config.settings import MeshConfig
 from jaxspec.mesh import ROWS, TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast_floats
-from jaxspec.rollout.generator import to_rollout
+from jaxspec.rollout.generator import to_rollout_layout
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, trimmed
 
 MODEL = tiny_model(vocab=16, kv_heads=4, dtype="float32")
@@ -89,7 +89,7 @@ def test_rollout_layout_is_one_all_gather_for_each_sharded_weight(data: int, ten
     mesh = small_mesh(data, tensor)
     trained = in_train_layout(mesh)
     program = (
-        jax.jit(lambda tree: to_rollout(tree, mesh, LOGICAL_AXES, jnp.dtype("float32")))
+        jax.jit(lambda tree: to_rollout_layout(tree, mesh, LOGICAL_AXES, jnp.dtype("float32")))
         .lower(trained)
         .compile()
     )

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import mesh as meshes
 from jaxspec.config.settings import Config, DraftConfig, ResolvedConfig, RolloutConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
+from jaxspec.processes.devices import describe_machine
 from jaxspec.run import start
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.stalls import make_stall_watch
@@ -66,7 +66,7 @@ def test_costs_of_rounds_are_those_of_the_machine(
     state = with_costs(jax.jit(job.step.init_state)(policy, draft), 2.0)
     state = jax.device_put(state, job.step.state_shardings())
     seen = np.asarray(chooser_of(state).acceptance.accepted)
-    here = meshes.describe_machine(job.mesh)
+    here = describe_machine(job.mesh)
     batches = batches_of(job, load_sets(job.config, job.tokenizer))
     history = batches.source.history
     run = RunState(state, history, generated=3, learned=3, timed_on=here)

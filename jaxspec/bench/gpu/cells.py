@@ -118,8 +118,8 @@ class Cells:
         """Builds a cell's generator; of its drafts as many are kept as is prescribed."""
         generator = self.make_step(cell).generator
         if not cell.draft_length:
-            return generator.plain()
-        return generator.with_(rule=synthetic_rule(self.options.acceptance))
+            return generator.without_draft()
+        return generator.make_variant(rule=synthetic_rule(self.options.acceptance))
 
     # ---- programs
 
@@ -128,7 +128,7 @@ class Cells:
         step, generator = self.make_step(cell), self.make_generator(cell)
         networks = jax.eval_shape(lambda: (step.init_policy(), step.init_draft()))
         policy, draft = networks if cell.draft_length else (networks[0], None)
-        weights = jax.eval_shape(generator.sync, policy, draft, generator.start())
+        weights = jax.eval_shape(generator.sync_weights, policy, draft, generator.init_state())
         return replicate_shapes(self.mesh, weights)
 
     def list_recipes(self, cell: Cell) -> list[Recipe]:

@@ -29,7 +29,7 @@ from jaxspec.bench.measure import process_age_seconds
 from jaxspec.compiled.hardware import HARDWARE, LOCAL_DEVICES
 from jaxspec.config.cli import override_settings, take_option
 from jaxspec.inputs.checked import first_line, require
-from jaxspec.mesh import core_count
+from jaxspec.processes.devices import core_count
 from jaxspec.system.progress import Screen
 
 COMMAND = "python -m jaxspec.bench gpu"

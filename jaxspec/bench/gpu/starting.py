@@ -23,6 +23,7 @@ from jaxspec.compiled.serialized import (
 )
 from jaxspec.host.job import code_digest
 from jaxspec.inputs.checked import require
+from jaxspec.processes.devices import count_devices, prepare_devices
 from jaxspec.storage.cache import cache_folder
 
 MEMORY_SHARE = "0.90"
@@ -37,8 +38,8 @@ def open_plan(options: GpuOptions) -> tuple[GpuPlan, str]:
     """
     driver = require_driver()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
-    meshes.prepare_devices(1)
-    meshes.count_devices()
+    prepare_devices(1)
+    count_devices()
     device = jax.devices()[0]
     require_card(device, options.size, driver)
     return _make_plan(options, device), driver
@@ -59,7 +60,7 @@ def open_compile_plan(options: GpuOptions) -> GpuPlan:
         " extra `check` (it needs no GPU)",
     )
     jax.config.update("jax_platforms", "cpu")
-    meshes.prepare_devices(1)
+    prepare_devices(1)
     return _make_plan(options, hardware.topology_devices(card, 1)[0])
 
 

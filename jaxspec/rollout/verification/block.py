@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Proposal
-from jaxspec.rollout.feedback.acceptance import Comparison
+from jaxspec.rollout.feedback.acceptance import DraftOverlap
 from jaxspec.rollout.verify import Distributions
 from jaxspec.sampling import Processing
 
@@ -17,7 +17,7 @@ class Block(NamedTuple):
     logits: Float[Array, "B K1 V"]
     proposal: Proposal
     """Without logits, the drafted tokens count as certain."""
-    produced: Int[Array, "B K1"]
+    response_positions: Int[Array, "B K1"]
     """Response tokens before each position."""
     processing: Processing
     """The target's, and with `factors` the draft's."""
@@ -26,11 +26,11 @@ class Block(NamedTuple):
     grid: tuple[float, ...]
     """Factors to measure, in some slots only: a pass over the vocabulary for each would cost as
     much as a step of a small model. `factors` are among them."""
-    measured: slice | Int[Array, " m"]
+    measured_slots: slice | Int[Array, " m"]
     """These slots."""
 
 
-class Compared(NamedTuple):
+class BlockComparison(NamedTuple):
     """Target and draft of a block, compared."""
 
     distributions: Distributions
@@ -40,14 +40,14 @@ class Compared(NamedTuple):
     """The target's log-probabilities of tokens."""
     entropy: Float[Array, "B K1"]
     """The target's."""
-    comparison: Comparison
+    draft_overlap: DraftOverlap
 
 
 class Verification(NamedTuple):
     """How drafts are drawn and compared; both functions take the same distributions of them."""
 
     name: str
-    draw: Callable[..., Int[Array, " B"]]
-    """(draft logits [B W], their ids, the target's vocabulary, processing, produced, factor,
-    may_be_zero, noise) -> tokens."""
-    compare: Callable[[Block], Compared]
+    draw_drafts: Callable[..., Int[Array, " B"]]
+    """(draft logits [B W], their ids, the target's vocabulary, processing, response_positions,
+    factor, may_be_zero, noise) -> tokens."""
+    compare_block: Callable[[Block], BlockComparison]

@@ -4,64 +4,72 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import sampling
-from jaxspec.rollout.feedback.acceptance import Comparison
-from jaxspec.rollout.verification.block import Block, Compared, Verification
+from jaxspec.rollout.feedback.acceptance import DraftOverlap
+from jaxspec.rollout.verification.block import Block, BlockComparison, Verification
 from jaxspec.rollout.verify import Distributions
 from jaxspec.sampling import Noise, Processing
 
 
-def draw(
+def draw_drafts(
     logits: Float[Array, "B W"],
     ids: Int[Array, " W"] | None,
     vocab: int,
     processing: Processing,
-    produced: Int[Array, " B"],
+    response_positions: Int[Array, " B"],
     factor: Float[Array, ""] | float,
     may_be_zero: bool,
     noise: Noise,
 ) -> Int[Array, " B"]:
     """Draws drafts from their logits over the whole vocabulary."""
-    whole = sampling.scatter_to_vocabulary(sampling.promote_logits(logits), ids, vocab)
+    full_logits = sampling.scatter_to_vocabulary(sampling.promote_logits(logits), ids, vocab)
     return sampling.categorical(
-        sampling.process_logits(whole, processing, produced, factor, may_be_zero=may_be_zero),
+        sampling.process_logits(
+            full_logits, processing, response_positions, factor, may_be_zero=may_be_zero
+        ),
         noise,
     )
 
 
-def compare(block: Block) -> Compared:
+def compare_block(block: Block) -> BlockComparison:
     """Compares all log-probabilities; a draft gone NaN covers nothing."""
-    target_logprobs = sampling.compute_logprobs(block.logits, block.processing, block.produced)
-    draft_logprobs, comparison = _compare_drafts(block, target_logprobs)
-    return Compared(
-        distributions=distributions(target_logprobs, draft_logprobs),
+    target_logprobs = sampling.compute_logprobs(
+        block.logits, block.processing, block.response_positions
+    )
+    draft_logprobs, draft_overlap = _compare_drafts(block, target_logprobs)
+    return BlockComparison(
+        distributions=make_distributions(target_logprobs, draft_logprobs),
         # A distribution without a possible token, or with a logit that overflows, is NaN at every
         # token.
         finite=jnp.isfinite(block.logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0]),
-        logprobs=lambda tokens: _pick(target_logprobs, tokens),
+        logprobs=lambda tokens: _pick_tokens(target_logprobs, tokens),
         entropy=sampling.entropy(target_logprobs),
-        comparison=comparison,
+        draft_overlap=draft_overlap,
     )
 
 
-PLAIN = Verification("plain", draw, compare)
+PLAIN = Verification("plain", draw_drafts, compare_block)
 
 
-def distributions(
+def make_distributions(
     target_logprobs: Float[Array, "B K1 V"], draft_logprobs: Float[Array, "B K V"] | None
 ) -> Distributions:
     """Distributions by their log-probabilities; without those of a draft, none can be rejected."""
 
-    def known() -> Float[Array, "B K V"]:
+    def require_draft() -> Float[Array, "B K V"]:
         assert draft_logprobs is not None, "drafts are compared with what they were drawn from"
         return draft_logprobs
 
-    def at_drafted(drafted: Int[Array, "B K"]) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
-        return _pick(target_logprobs[:, : drafted.shape[1]], drafted), _pick(known(), drafted)
+    def draft_token_logprobs(
+        draft_tokens: Int[Array, "B K"],
+    ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
+        return _pick_tokens(
+            target_logprobs[:, : draft_tokens.shape[1]], draft_tokens
+        ), _pick_tokens(require_draft(), draft_tokens)
 
-    def left_over(log_weights: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        length = known().shape[1]
+    def residual_mass(log_weights: Float[Array, "B N"]) -> Float[Array, "B N"]:
+        length = require_draft().shape[1]
         residuals = jnp.exp(log_weights[:, :, None] + target_logprobs[:, 1:length]) - jnp.exp(
-            known()[:, 1:]
+            require_draft()[:, 1:]
         )
         return jnp.sum(jnp.maximum(residuals, 0), axis=-1)
 
@@ -74,7 +82,7 @@ def distributions(
         at_cut = accepted[:, None, None]
         target = jnp.take_along_axis(target_logprobs, at_cut, axis=1)[:, 0]
         # beyond the last draft it is not used
-        draft = jnp.take_along_axis(known(), at_cut, axis=1, mode="clip")[:, 0]
+        draft = jnp.take_along_axis(require_draft(), at_cut, axis=1, mode="clip")[:, 0]
         residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)
         # Where weighted target and draft agree to rounding, a cut has probability about 0 and the
         # residual may vanish.
@@ -82,46 +90,55 @@ def distributions(
         return sampling.categorical(jnp.where(from_residual, jnp.log(residual), target), noise)
 
     return Distributions(
-        at_drafted,
-        left_over,
+        draft_token_logprobs,
+        residual_mass,
         draw_next,
         draw_target=lambda noise: sampling.categorical(target_logprobs, noise),
     )
 
 
-def _pick(logprobs: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def _pick_tokens(logprobs: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Log-probabilities of one token a position."""
     return jnp.take_along_axis(logprobs, tokens[:, :, None], axis=2)[:, :, 0]
 
 
 def _compare_drafts(
     block: Block, target_logprobs: Float[Array, "B K1 V"]
-) -> tuple[Float[Array, "B K V"] | None, Comparison]:
+) -> tuple[Float[Array, "B K V"] | None, DraftOverlap]:
     """The draft's distributions, and how much of the target's they cover."""
-    proposal, grid, measured = block.proposal, block.grid, block.measured
+    proposal, grid, measured_slots = block.proposal, block.grid, block.measured_slots
     length = proposal.tokens.shape[1]
-    target_logprobs, produced = target_logprobs[:, :length], block.produced[:, :length]
+    target_logprobs, response_positions = (
+        target_logprobs[:, :length],
+        block.response_positions[:, :length],
+    )
     if proposal.logits is None:
-        overlap = jnp.exp(_pick(target_logprobs, proposal.tokens))
-        everywhere = jnp.repeat(overlap[measured][:, :, None], len(grid), axis=2)
-        return None, Comparison(overlap, everywhere, jnp.zeros_like(overlap))
+        overlap = jnp.exp(_pick_tokens(target_logprobs, proposal.tokens))
+        repeated_overlap = jnp.repeat(overlap[measured_slots][:, :, None], len(grid), axis=2)
+        return None, DraftOverlap(overlap, repeated_overlap, jnp.zeros_like(overlap))
     logits = sampling.scatter_to_vocabulary(
         sampling.promote_logits(proposal.logits), proposal.ids, target_logprobs.shape[-1]
     )
 
-    def at(
+    def compare_at_factor(
         factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]
     ) -> tuple[Float[Array, "b K V"], Float[Array, "b K"]]:
         draft_logprobs = sampling.compute_logprobs(
-            logits[rows], block.processing, produced[rows], factor, may_be_zero=0.0 in grid
+            logits[rows],
+            block.processing,
+            response_positions[rows],
+            factor,
+            may_be_zero=0.0 in grid,
         )
         return draft_logprobs, jnp.nan_to_num(
             jnp.sum(jnp.exp(jnp.minimum(target_logprobs[rows], draft_logprobs)), axis=-1)
         )
 
-    draft_logprobs, overlap = at(block.factors, slice(None))
+    draft_logprobs, overlap = compare_at_factor(block.factors, slice(None))
     by_factor = (
-        [at(factor, measured)[1] for factor in grid] if len(grid) > 1 else [overlap[measured]]
+        [compare_at_factor(factor, measured_slots)[1] for factor in grid]
+        if len(grid) > 1
+        else [overlap[measured_slots]]
     )
     entropy = jnp.nan_to_num(sampling.entropy(draft_logprobs))
-    return draft_logprobs, Comparison(overlap, jnp.stack(by_factor, axis=-1), entropy)
+    return draft_logprobs, DraftOverlap(overlap, jnp.stack(by_factor, axis=-1), entropy)

@@ -80,7 +80,7 @@ def _build_step(plan: GpuPlan, variant: GreedyVariant) -> Step:
 
 def _build_generator(plan: GpuPlan, variant: GreedyVariant) -> Generator:
     generator = _build_step(plan, variant).generator
-    return generator if variant.draft_length else generator.plain()
+    return generator if variant.draft_length else generator.without_draft()
 
 
 def _network_shapes(plan: GpuPlan, variant: GreedyVariant) -> tuple[Any, Any]:
@@ -103,7 +103,7 @@ def greedy_recipes(plan: GpuPlan) -> list[Recipe]:
         def sync_weights(
             policy: Any, draft: Any, generator: Generator = generator
         ) -> RolloutWeights:
-            return generator.sync(policy, draft, generator.start())
+            return generator.sync_weights(policy, draft, generator.init_state())
 
         def network_shapes(variant: GreedyVariant = variant) -> tuple[Any, Any]:
             return _network_shapes(plan, variant)

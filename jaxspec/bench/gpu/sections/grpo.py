@@ -64,10 +64,10 @@ class StepMode(NamedTuple):
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         if self.speculative:
             rule = synthetic_rule(self.options.acceptance)
-            return dataclasses.replace(step, generator=step.generator.with_(rule=rule))
+            return dataclasses.replace(step, generator=step.generator.make_variant(rule=rule))
         learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
         return dataclasses.replace(
-            step, learner=learner, generator=step.generator.plain(), init_draft=lambda: None
+            step, learner=learner, generator=step.generator.without_draft(), init_draft=lambda: None
         )
 
     def network_shapes(self) -> tuple[Any, Any]:
