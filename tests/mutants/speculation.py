@@ -347,8 +347,8 @@ MUTANTS = [
         "-",
         "temperature 0 is summarized as if it were 1",
         "rollout/verification/summary.py",
-        "shifted = jnp.where(is_positive, logits / jnp.where(is_positive, temperature, 1) - largest,"
-        " argmax_logprobs)",
+        "shifted = jnp.where(is_positive, logits / jnp.where(is_positive, temperature, 1)"
+        " - largest, argmax_logprobs)",
         "shifted = logits / jnp.where(is_positive, temperature, 1) - largest",
         TWINS,
     ),
