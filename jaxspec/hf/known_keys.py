@@ -1,6 +1,6 @@
 """Known keys of config.json, by the object that holds them.
 
-Any other key is refused, since it may change what a model computes.
+Any other key is refused, because it may change the computation of the model.
 """
 
 from collections.abc import Collection, Mapping
@@ -42,14 +42,18 @@ _INERT_KEYS = _word_set("""
     output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     """)
-"""Names, types of storage, dropout, outputs, losses and the settings of generation."""
+"""Keys without an effect on the forward pass.
+
+They are names, dtypes, dropout, outputs, losses and settings of generation.
+"""
 _QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "compression_config"})
-"""Keys by which transformers, MLX and compressed-tensors say that weights are quantized."""
+"""Keys of quantized weights, in transformers, MLX and compressed-tensors."""
+# Quantization keys count as known here, because `check_keys` refuses them with a remedy of their own.
 DECODER_KEYS = _READ_KEYS | _INERT_KEYS | _QUANTIZATION_KEYS
 _SCALING_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(_SCALING_KEYS),
-    # its readers need no context, and take the one that is there for what it is
+    # Linear scaling does not need the original context, but files may state it.
     "linear": frozenset(_SCALING_KEYS | {"original_max_position_embeddings"}),
     "llama3": frozenset(
         _SCALING_KEYS | {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
@@ -58,10 +62,11 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
         _SCALING_KEYS
         | {"original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
         | {"attention_factor", "attn_factor", "mscale", "mscale_all_dim"}
+        # `finetuned` records that the model was trained with the scaling, and has no effect.
         | {"extrapolation_factor", "apply_yarn_scaling", "finetuned"}
     ),
 }
-"""Keys of a rope scaling by its kind. `finetuned` only says that a model was trained with it."""
+"""Known keys of a rope scaling, by its kind."""
 HEAD_FLAG_KEYS = _word_set("""
     eagle_aux_hidden_state_layer_ids num_aux_hidden_states use_aux_hidden_state norm_before_fc
     fc_norm use_aux_norm norm_output norm_before_residual logit_scale draft_vocab_size
@@ -84,10 +89,10 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, []),
     "rope_interleaved": (False,),
     "shared_expert_intermediate_size": (0,),
-    # of vLLM's YaRN
+    # vLLM's YaRN reads these two keys, transformers does not.
     "extrapolation_factor": (1,),
     "apply_yarn_scaling": (True,),
-    # of NVIDIA's EAGLE-3 heads
+    # NVIDIA's EAGLE-3 heads state these keys.
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),
@@ -95,13 +100,22 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel_draft_step": (1,),
     "parallel_draft_heads_num_layers": (0, 1),
 }
-"""Keys of which only some values are built here; None always passes."""
+"""Supported values of keys that are supported in part. None is always allowed."""
 
 
 def check_keys(keys: JsonObject, known_keys: Collection[str], ignore_unknown: bool = False) -> None:
-    """Raises ConfigError for keys that are not known, unless `ignore_unknown`, and for values that
-    are not built here."""
+    """Checks that keys are known and that their values are supported.
+
+    Args:
+      keys: object to check.
+      known_keys: keys that may occur.
+      ignore_unknown: allows other keys.
+
+    Raises:
+      ConfigError: a key is unknown, its value is not supported, or the weights are quantized.
+    """
     for key, value in keys.content.items():
+        # Writers state null for features that are off.
         if value is None:
             continue
         statement = f"{keys.source}: {format_name(key)} is {format_value(value)}"
@@ -113,7 +127,7 @@ def check_keys(keys: JsonObject, known_keys: Collection[str], ignore_unknown: bo
             " policy",
         )
         if key in _ALLOWED_VALUES:
-            # True equals 1
+            # In Python True equals 1, so that booleans are compared by identity.
             is_allowed = any(
                 value == allowed_value and type(value) is not bool
                 for allowed_value in _ALLOWED_VALUES[key]

@@ -1,5 +1,7 @@
-"""Names and layouts of Hugging Face checkpoints: one table of rows, read forwards to import and
-backwards to export."""
+"""Names and layouts of Hugging Face checkpoints.
+
+One table of `WeightMapping` entries serves both import and export.
+"""
 
 import math
 import re
@@ -15,48 +17,49 @@ from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import PyTree
 
 REDUNDANT_NAME = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-"""Tensors of old checkpoints that follow from the config."""
+"""Tensors of old checkpoints that the config determines."""
 
 _COUNT_KEYS = {"layer": "num_hidden_layers", "expert": "num_experts"}
-"""The keys of config.json that say how often a row's tensor is there."""
+"""Key of config.json with the number of tensors, by placeholder."""
 MIMO_MTP_PREFIX = "model.mtp_layers."
-"""Beginning of the names of MiMo's own multi-token-prediction layers."""
+"""Name prefix of MiMo's multi-token-prediction layers."""
 
 
 class WeightMapping(NamedTuple):
-    """One of our weights and what holds it in a checkpoint.
+    """Correspondence between a weight and its checkpoint tensors.
 
-    `layout` gives the axes of their tensor, merged ones in parentheses, and those of our weight:
-    `(N H) D -> D N H`. Our weight has a leading axis for each placeholder in `tensor_name`
-    ({layer}, {expert}), and a leading axis of 1 where `unit_axis` says so.
+    The weight has leading axes that are not in `layout`: one of size 1 if `unit_axis` is true, then
+    one for each placeholder in `tensor_name` ({layer}, {expert}).
     """
 
     weight_path: str
-    """Dotted attribute path."""
+    """Dotted attribute path in the network."""
     tensor_name: str
     layout: str
+    """Axes of the tensor and of the weight: `(N H) D -> D N H`. Parentheses mark merged axes."""
     unit_axis: bool = False
     first_layer: int = 0
-    """The number that our layer 0 has in the checkpoint."""
+    """Number of the weight's layer 0 in the checkpoint."""
 
     @property
     def leading_ndim(self) -> int:
-        """Leading axes of our weight that are not in the layout."""
+        """Number of leading axes of the weight."""
         return self.tensor_name.count("{") + self.unit_axis
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a checkpoint: the row it belongs to, its name, its shape, and where it stands
-    among our weight's leading axes."""
+    """One tensor of a checkpoint, with its place in a weight."""
 
     mapping: WeightMapping
     name: str
     shape: tuple[int, ...]
     leading_index: tuple[int, ...]
+    """Index along the leading axes of the weight."""
 
 
 def policy_mappings(config: ModelSpec) -> list[WeightMapping]:
-    """The table of a policy's weights."""
+    """Returns the mappings of a policy's weights."""
+    # A tied head is the embedding, and has no tensor.
     head = [] if config.tied else [WeightMapping("head", "lm_head.weight", "V D -> D V")]
     embedding = WeightMapping("embedding", "model.embed_tokens.weight", "V D -> V D")
     norm = WeightMapping("norm", "model.norm.weight", "D -> D")
@@ -70,8 +73,15 @@ def layer_mappings(
     unit_axis: bool = False,
     first_layer: int = 0,
 ) -> list[WeightMapping]:
-    """The table of a stack of decoder layers (`decoder.Layers`), whose names begin with
-    `path_prefix` and `name_prefix`."""
+    """Returns the mappings of a stack of decoder layers (`decoder.Layers`).
+
+    Args:
+      path_prefix: prefix of the weight paths.
+      name_prefix: prefix of the tensor names.
+      config: decides which weights the layers have.
+      unit_axis: as in `WeightMapping`.
+      first_layer: as in `WeightMapping`.
+    """
     family = config.family
     table = [
         ("attention_norm", "input_layernorm.weight", "D -> D", True),
@@ -102,8 +112,8 @@ def layer_mappings(
 
 
 def select_mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
-    """Those of a checkpoint's tensor names that belong to MTP layers: MiMo's, or DeepSeek's, which
-    are numbered on from the policy's."""
+    """Selects the tensor names of multi-token-prediction layers."""
+    # MiMo has a prefix for them. DeepSeek numbers them after the policy's layers.
     prefixes, layer = [MIMO_MTP_PREFIX], target_layers
     while f"model.layers.{layer}.eh_proj.weight" in names:
         prefixes.append(f"model.layers.{layer}.")
@@ -112,13 +122,14 @@ def select_mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """Leaves by dotted attribute path, as rows name them."""
+    """Returns the leaves of a tree by dotted attribute path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     paths = [
         [key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(key.key) for key in path]
         for path, _ in leaves
     ]
-    # A flax variable holds its array as `value`, which is also what one of our weights is called.
+    # The path to a Flax variable ends with `value`. Only the last key is dropped, because the
+    # attention weight `value` has the same name.
     return {
         ".".join(path[:-1] if path[-1] == "value" else path): leaf
         for path, (_, leaf) in zip(paths, leaves, strict=True)
@@ -128,8 +139,13 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 def check_tensor_count(
     mapping: WeightMapping, shape: tuple[int, ...], tensor_count: int, source: str
 ) -> None:
-    """Raises ConfigError, before any place is made, for a weight that lies in more places than a
-    checkpoint has tensors."""
+    """Checks that a checkpoint has enough tensors for a weight.
+
+    Runs before `tensor_entries`, whose list could fill memory if a count in config.json is absurd.
+
+    Raises:
+      ConfigError: the weight needs more than the `tensor_count` tensors of the checkpoint.
+    """
     sizes = dict(
         zip(
             re.findall(r"{(\w+)}", mapping.tensor_name),
@@ -137,6 +153,7 @@ def check_tensor_count(
             strict=True,
         )
     )
+    # config.json also counts the layers before `first_layer`.
     counts = {
         placeholder: size + mapping.first_layer * (placeholder == "layer")
         for placeholder, size in sizes.items()
@@ -155,7 +172,7 @@ def check_tensor_count(
 
 
 def tensor_entries(mapping: WeightMapping, shape: tuple[int, ...]) -> list[TensorEntry]:
-    """Every tensor of a checkpoint that holds a part of our weight of `shape`."""
+    """Lists the checkpoint tensors of a weight of `shape`."""
     tensor_axes, _ = _parse_layout(mapping.layout)
     sizes = _axis_sizes(mapping, shape[mapping.leading_ndim :])
     placeholders = re.findall(r"{(\w+)}", mapping.tensor_name)
@@ -171,8 +188,10 @@ def tensor_entries(mapping: WeightMapping, shape: tuple[int, ...]) -> list[Tenso
 
 
 def to_weight(mapping: WeightMapping, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Their tensor in our layout, as a view: `shape` is that of our weight without its leading
-    axes."""
+    """Converts a tensor to the layout of a weight, as a view.
+
+    `shape` is the shape of the weight without its leading axes.
+    """
     tensor_axes, weight_axes = _parse_layout(mapping.layout)
     sizes, axes = (_axis_sizes(mapping, shape), [axis for group in tensor_axes for axis in group])
     return tensor.reshape([sizes[axis] for axis in axes]).transpose(
@@ -181,7 +200,7 @@ def to_weight(mapping: WeightMapping, tensor: np.ndarray, shape: tuple[int, ...]
 
 
 def to_tensor(mapping: WeightMapping, weight: np.ndarray) -> np.ndarray:
-    """Our weight, without its leading axes, in their layout."""
+    """Converts a weight without leading axes to the layout of a tensor."""
     tensor_axes, weight_axes = _parse_layout(mapping.layout)
     sizes, axes = (
         _axis_sizes(mapping, weight.shape),
@@ -194,10 +213,15 @@ def to_tensor(mapping: WeightMapping, weight: np.ndarray) -> np.ndarray:
 def tensor_slices(
     mapping: WeightMapping, index: Sequence[slice], shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[slice, ...]]:
-    """What to read of their tensor for a slice of our weight: their slices, our shape of what is
-    read, and the slice of that.
+    """Computes the part of a tensor to read for a slice of a weight.
 
-    Along merged axes only the first one's slice narrows what is read.
+    Args:
+      mapping: mapping of the weight.
+      index: slices of the weight without leading axes.
+      shape: shape of the weight without leading axes.
+
+    Returns:
+      Slices of the tensor, their shape in the weight's layout, and slices of that to keep.
     """
     tensor_axes, weight_axes = _parse_layout(mapping.layout)
     sizes = _axis_sizes(mapping, shape)
@@ -208,6 +232,8 @@ def tensor_slices(
     outer_slices, inner_slices = [], dict.fromkeys(weight_axes, slice(None))
     for outer_axis, *inner_axes in tensor_axes:
         inner_size = math.prod(sizes[axis] for axis in inner_axes)
+        # A range of the first of merged axes is contiguous in the tensor. Ranges of the others are
+        # not, so they are read in full and cut afterwards.
         outer_slices.append(
             slice(requested[outer_axis].start * inner_size, requested[outer_axis].stop * inner_size)
         )
@@ -221,11 +247,12 @@ def tensor_slices(
 
 
 def _axis_sizes(mapping: WeightMapping, shape: tuple[int, ...]) -> dict[str, int]:
+    """Returns the size of each axis of a layout, by its letter."""
     return dict(zip(_parse_layout(mapping.layout)[1], shape, strict=True))
 
 
 def _parse_layout(layout: str) -> tuple[list[list[str]], list[str]]:
-    """Axes of their tensor, in groups that are merged, and of ours."""
+    """Returns the tensor's axes, in merged groups, and the weight's axes."""
     tensor_side, weight_side = layout.split("->")
     return [
         (group or single).split() for group, single in re.findall(r"\(([^)]*)\)|(\w+)", tensor_side)
