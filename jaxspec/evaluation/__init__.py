@@ -1,1 +1,1 @@
-"""How good a policy is: estimates over named sets of problems, with intervals."""
+"""Evaluation of policies on named sets of problems."""

@@ -1,5 +1,7 @@
-"""Measures a policy on named sets of problems: asks each some number of times, and tells what the
-answers say."""
+"""Evaluation of policies on sets of problems.
+
+The policy answers each problem several times. Records of the answers give estimates for each set.
+"""
 
 from __future__ import annotations
 
@@ -30,33 +32,33 @@ from jaxspec.rewards.outcome import Outcome
 from jaxspec.state import Prompts, Rollout
 
 AnswerPrompts = Callable[[Any, Prompts], tuple[Any, Rollout]]
-"""Answers prompts by a state, which it may consume: gives the state again, and the rollout."""
+"""Program that answers prompts. It may consume its state, and returns the state and the rollout."""
 ProblemRecord = dict[str, Any]
-"""What became of a problem, as a line of `records.RecordFile`, but for its step."""
+"""Record of the answers to a problem: a line of `records.RecordFile` without its step."""
 
 
 class ProblemChunk(NamedTuple):
-    """Problems that are asked together: all their answers, call after call."""
+    """Problems that are answered in the same calls."""
 
     set_name: str
-    """Of their set."""
+    """Name of their set."""
     indices: range
-    """Where they are in it."""
+    """Positions of the problems in their set."""
     first_call: int
-    """Of their first call, in the whole evaluation."""
+    """Number of their first call in the evaluation."""
 
 
 class Evaluator:
-    """Measures policies on the evaluation sets of `source`, by calls of one program.
+    """Evaluates policies on the evaluation sets of `source`.
 
     Args:
-      source: places the problems. A call answers each with one group.
+      source: places the problems. A call gives each problem one group of answers.
       scorer: scores the answers.
-      config: the one of `source`.
-      samples: answers to each problem, a multiple of the group.
-      answer_prompts: the program.
-      prepare: makes of a state what the program takes instead, once an evaluation.
-      with_text: whether records have the responses themselves.
+      config: the config of `source`.
+      samples: answers to each problem, a multiple of the group size.
+      answer_prompts: the program that answers.
+      prepare: converts a state to an input of the program, once in each evaluation.
+      with_text: whether records include the text of responses.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Evaluator:
 
     @property
     def chunks(self) -> list[ProblemChunk]:
-        """All that is asked, in its order."""
+        """All chunks of an evaluation, in order."""
         chunks: list[ProblemChunk] = []
         for name, problem_set in self._problem_sets.items():
             count = len(problem_set.problems)
@@ -91,19 +93,28 @@ class Evaluator:
         return chunks
 
     def require_metric(self, name: str) -> None:
-        """Refuses the name of a metric that this does not give."""
+        """Raises ConfigError unless evaluations have a metric `name`."""
+        # Without records, the estimates are NaN, but their names are the same.
         names = list(flatten_estimates(self.estimate_sets([])))
         require(
             not name or name in names,
             f"eval.keep_best is {name!r}, and evaluations give {join_names(names)}; choose one of"
-            " these",
+            " these metrics",
         )
 
     def __call__(
         self, state: Any, stop: Callable[[], bool]
     ) -> tuple[Any, list[ProblemRecord] | None]:
-        """Measures the policy of a state, which may be consumed: gives it again, with the records
-        of this process's problems; None for them if it was asked to stop before a call."""
+        """Evaluates the policy of a state.
+
+        Args:
+          state: state with the policy. It is consumed unless there is a `prepare`.
+          stop: asked before each call whether to stop.
+
+        Returns:
+          The state, and the records of this process's problems. The records are None if `stop`
+          returned true.
+        """
         records: list[ProblemRecord] = []
         prepared_state = self.prepare_state(state)
         for chunk in self.chunks:
@@ -114,11 +125,15 @@ class Evaluator:
         return state if self._prepare else prepared_state, records
 
     def prepare_state(self, state: Any) -> Any:
-        """What the program takes of a state."""
+        """Converts a state to the program's input."""
         return self._prepare(state) if self._prepare else state
 
     def remaining_chunks(self, records: list[ProblemRecord]) -> list[ProblemChunk]:
-        """What is not answered yet, in any process; `records` are this one's."""
+        """Lists the chunks that are not answered yet.
+
+        Args:
+          records: records of this process.
+        """
         answered = {(record["set"], record["problem"]) for record in records}
         local_prompts = self._source.is_local_prompt
         is_done = [
@@ -129,6 +144,8 @@ class Evaluator:
             )
             for chunk in self.chunks
         ]
+        # All processes take part in each call, so they must choose the same chunks. But each has
+        # records of its own problems only.
         done_everywhere = (
             global_arrays.sum_over_processes(np.asarray(is_done, np.float32)) == jax.process_count()
         )
@@ -137,7 +154,10 @@ class Evaluator:
     def answer_chunk(
         self, state: Any, chunk: ProblemChunk, stop: Callable[[], bool]
     ) -> tuple[Any, list[ProblemRecord] | None]:
-        """As a call, for some problems; the state is a prepared one."""
+        """Answers the problems of a chunk.
+
+        Works like `__call__`, but with a prepared state.
+        """
         problem_set = self._problem_sets[chunk.set_name]
         problems: dict[int, Problem] = {
             position: problem_set.get_problem(number)
@@ -145,6 +165,7 @@ class Evaluator:
         }
         calls: list[RolloutScores] = []
         for number in range(self._calls_per_problem):
+            # A chunk is dropped as a whole, since records need all answers to a problem.
             if stop():
                 return state, None
             prompts = self._source.place_evaluation(problems, chunk.first_call + number)
@@ -155,7 +176,12 @@ class Evaluator:
     def _build_records(
         self, chunk: ProblemChunk, calls: list[RolloutScores]
     ) -> Iterator[ProblemRecord]:
-        """Of this process's problems, from all calls that answered them."""
+        """Builds the records of this process's problems.
+
+        Args:
+          chunk: the problems.
+          calls: scores of each call.
+        """
         data, has_votes = self._data_config(chunk.set_name), self._has_votes(chunk.set_name)
         group = self._source.group_size
         for first in range(0, len(calls[0].rows), group):
@@ -165,6 +191,7 @@ class Evaluator:
                     for key, value in _describe_answer(call_scores, row).items():
                         answers.setdefault(key, []).append(value)
             responses = answers.pop("responses")
+            # Votes compare final answers, which are not those in a thought.
             if has_votes:
                 in_thought = opens_thought(calls[0].problems[first].prompt)
                 answers["stated"] = [
@@ -183,9 +210,14 @@ class Evaluator:
             }
 
     def estimate_sets(self, records: list[ProblemRecord]) -> dict[str, dict[str, Estimate]]:
-        """What the records of all processes say, by set; `records` are those of this one."""
+        """Estimates the metrics of each set over all processes.
+
+        Args:
+          records: records of this process.
+        """
         results = {}
         for name, problem_set in self._problem_sets.items():
+            # Each process fills the columns of its own problems. The sum joins them.
             table = np.zeros((len(AnswerTally._fields), len(problem_set.problems)), np.float32)
             for record in records:
                 if record["set"] == name:
@@ -195,16 +227,18 @@ class Evaluator:
         return results
 
     def _data_config(self, name: str) -> DataConfig:
+        """Returns the data settings of a set."""
         return self._set_configs[self._problem_sets[name].set_number].data
 
     def _has_votes(self, name: str) -> bool:
-        """Whether answers to a set's problems can be compared with one another."""
+        """Whether answers to a set's problems can be compared."""
+        # Different programs may be equally correct, so code has no votes.
         set_config = self._set_configs[self._problem_sets[name].set_number]
         return "answer" in set_config.reward.all_parts and set_config.data.answer_style != "code"
 
 
 def flatten_estimates(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Estimate]:
-    """Estimates by set and metric, such as held_out/avg@8."""
+    """Names estimates by set and metric, such as held_out/avg@8."""
     return {
         f"{name}/{key}": estimate
         for name, set_estimates in estimates.items()
@@ -213,7 +247,8 @@ def flatten_estimates(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[s
 
 
 def to_metrics(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
-    """Estimates as metrics of a batch: values, and the interval of the share of correct answers."""
+    """Converts estimates to metrics of a batch."""
+    # Of the intervals, only that of the share of correct answers is a metric.
     metrics = {}
     for name, estimate in flatten_estimates(estimates).items():
         metrics[f"eval/{name}"] = estimate.value
@@ -223,12 +258,13 @@ def to_metrics(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, flo
 
 
 def has_evaluation(metrics: Mapping[str, Any]) -> bool:
-    """Whether a batch's metrics have those of an evaluation."""
+    """Whether a batch's metrics include an evaluation."""
     return any(name.startswith("eval/") for name in metrics)
 
 
 def _describe_answer(rollout_scores: RolloutScores, row: int) -> dict[str, Any]:
-    """One answer, as items of the lists of a record."""
+    """Returns one answer's items of a record's lists."""
+    # Null marks responses that failed or were not judged, so that estimates can leave them out.
     is_judged, scores = bool(rollout_scores.has_reward[row]), rollout_scores.scores
     outcome = Outcome(int(scores.outcomes[row]))
     return {
@@ -242,7 +278,7 @@ def _describe_answer(rollout_scores: RolloutScores, row: int) -> dict[str, Any]:
 
 
 def _extract_answer(response: str, style: Style, in_thought: bool) -> str | None:
-    """The answer that a response states, in the form in which votes are counted."""
+    """Extracts the answer of a response, normalized for votes."""
     answer = extract_answer(response, style, in_thought=in_thought)
     return (
         None
@@ -252,7 +288,7 @@ def _extract_answer(response: str, style: Style, in_thought: bool) -> str | None
 
 
 def _tally_record(record: ProblemRecord) -> list[float | int]:
-    """A problem's entry in `AnswerTally`."""
+    """Returns a problem's entry in `AnswerTally`."""
     stated = record.get("stated", [None] * len(record["correct"]))
     judged_answers = [
         (is_correct, reward, answer)

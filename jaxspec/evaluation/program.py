@@ -1,4 +1,4 @@
-"""The program that answers for an evaluation: the run's own, or one with other settings."""
+"""Settings and programs of evaluations."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from jaxspec.step import Step
 
 
 class _Phases(NamedTuple):
-    """Programs of an evaluation."""
+    """Compiled programs of an evaluation."""
 
     programs: Mapping[str, Any]
 
 
+# The choice among several lengths relies on measurements of the run's own rollouts.
 DRAFT_LENGTH = 3
-"""Tokens drafted a round where a run chooses among several: what it chooses by was measured on its
-own rollouts."""
+"""Draft length of evaluations if the run chooses among several."""
 
 
 def samples_per_problem(config: ResolvedConfig) -> int:
-    """Answers to each problem."""
+    """Returns the number of answers to each problem."""
     return config.eval.samples or config.batch.group_size
 
 
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_new_tokens", "max_new_tokens", "stop")
-"""Settings that `eval` may have otherwise than `rollout`."""
+"""Settings of `rollout` that `eval` may replace."""
 
 
 def sampling_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """How evaluations sample, by the names of settings of `rollout`."""
+    """Returns the sampling settings of evaluations, by name."""
     settings, rollout = config.eval, config.rollout
     requested = {name: getattr(settings, name) for name in SAMPLING_SETTINGS}
     requested["max_new_tokens"] = settings.max_new_tokens or "same"
@@ -56,19 +56,23 @@ def sampling_settings(config: ResolvedConfig) -> dict[str, Any]:
         name: getattr(rollout, name) if value == "same" else value
         for name, value in requested.items()
     }
-    if settings.min_new_tokens == "same":  # shorter responses may end earlier
+    # Evaluations may have shorter responses than the run, whose minimum could then exceed them.
+    if settings.min_new_tokens == "same":
         values["min_new_tokens"] = min(rollout.min_new_tokens, values["max_new_tokens"] - 1)
     return values
 
 
 def differing_settings(config: ResolvedConfig) -> list[str]:
-    """What evaluations have otherwise than the run, so that its program cannot answer for them;
-    none where it can."""
+    """Lists settings of evaluations that differ from the run's.
+
+    If there are none, the run's program can answer evaluations.
+    """
     differences = [
         f"eval.{name} {list(value) if isinstance(value, tuple) else value}"
         for name, value in sampling_settings(config).items()
         if value != getattr(config.rollout, name)
     ]
+    # The run's program answers each prompt with one group in each call.
     if samples_per_problem(config) % config.batch.group_size:
         differences.append(
             f"eval.samples {samples_per_problem(config)}, no multiple of batch.group_size"
@@ -78,8 +82,14 @@ def differing_settings(config: ResolvedConfig) -> list[str]:
 
 
 def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
-    """The config of a program that answers for evaluations: `eval.samples` rows of each prompt, and
-    about as many rows a call as the run's batch."""
+    """Returns the config of a program for evaluations.
+
+    A call has `eval.samples` rows for each prompt, and about as many rows as the run's batch.
+
+    Args:
+      config: the run's config.
+      shards: number of row shards.
+    """
     rollout, batch = config.rollout, config.batch
     samples = samples_per_problem(config)
     prompts = max(1, batch.prompts * batch.group_size // samples // shards) * shards
@@ -89,6 +99,7 @@ def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     if draft.length_choices:
         draft = replace(draft, draft_length=DRAFT_LENGTH)
     if engine.pages and isinstance(engine.page_size, int):
+        # A pool that suffices for the run's rows may be too small for these.
         row = config.data.max_prompt_length, max_new_tokens, draft.max_draft_length
         min_pages = min_pool_size(prompts // shards, *row, engine.page_size)
         engine = replace(engine, pages=max(engine.pages, min_pages))
@@ -96,31 +107,43 @@ def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
         config,
         rollout=replace(rollout, draft=draft, engine=engine, **sampling),
         batch=replace(batch, prompts=prompts, group_size=samples, mini_batches=1),
-        # one answer is no group to learn from, and nothing is learnt
+        # Nothing is learned, and a group of one answer has no advantage relative to the others.
         advantage=AdvantageConfig(baseline="none"),
         dynamic_sampling=DynamicSamplingConfig(),
     )
 
 
 def build_evaluation_step(job: Job, config: ResolvedConfig) -> Step:
-    """The step of a config as `evaluation_config` gives it, beside the job's learner."""
+    """Builds the step of an evaluation.
+
+    Args:
+      job: the run's job. The step has its learner.
+      config: config from `evaluation_config`.
+    """
     tokenizer, stop = job.tokenizer, job.step.generator.settings.stop
     if config.rollout.stop != job.config.rollout.stop:
         tokenizer = tokenizer.with_stops(config.rollout.stop, config.rollout.stop_ids)
         stop = tokenizer.build_stop_table(config.rollout.stop)
     step = build_step(config, job.mesh, tokenizer.stop_ids, tokenizer.size, stop)
-    # beside it lies what the job keeps, not what this config would
+    # Memory is planned next to the job's training state, not one built from this config.
     return replace(step, learner=job.step.learner)
 
 
 def compile_evaluator(
     job: Job, sets: ProblemSets, scorers: SetScorers, with_text: bool = False
 ) -> Evaluator:
-    """What measures policies by a program of its own, which is compiled now; the states that it is
-    given are those of the job's step, and stay as they are.
+    """Compiles an evaluator with a program of its own.
+
+    It takes states of the job's step, and does not consume them.
+
+    Args:
+      job: the run's job.
+      sets: the problems.
+      scorers: scorers of the answers.
+      with_text: whether records include the text of responses.
 
     Raises:
-      ConfigError: it does not fit the devices beside such a state.
+      ConfigError: the settings are invalid, or the program does not fit next to the job's state.
     """
     config = evaluation_config(job.config, meshes.row_shard_count(job.mesh))
     with prefix_errors("evaluations"):
@@ -129,9 +152,11 @@ def compile_evaluator(
     prompts, grid = config.batch.prompts, job.step.generator.settings.grid
     state, _, _ = abstract_arguments(job.step, job.config.batch.prompts)
 
+    # Called for each size that `fit_step` tries.
     def compile_phases(step: Step) -> _Phases:
         def sync(state: TrainState) -> RolloutWeights:
             factors = resize_overlap(state.generator.overlap_by_factor, step.generator, grid)
+            # A fixed draft length needs no chooser. The overlap table must have the new depth.
             generator_state = state.generator.replace(overlap_by_factor=factors, chooser=None)
             return step.sync(state.replace(generator=generator_state))
 
@@ -144,6 +169,7 @@ def compile_evaluator(
         )
         return _Phases({"prepare": prepare, "generate": generate})
 
+    # Evaluations do not learn, so the size of micro-batches has no effect on their memory.
     choices = automatic_sizes(config, job.mesh)._replace(tokens=False)
     fit = fit_step(evaluation_step, prompts, compile_phases, choices)
     programs = fit.compiled.programs

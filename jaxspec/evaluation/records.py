@@ -1,4 +1,4 @@
-"""What became of each problem of an evaluation, as JSON lines, and two such files compared."""
+"""Records of evaluations as JSON lines, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ _REQUIRED_KEYS = {"set": str, "problem": int, "prompt": str, "correct": list}
 
 
 class RecordFile:
-    """The lines of a run's evaluations: each process writes those of its own problems, process 0 to
-    evaluations.jsonl, the others to files with their number.
+    """File with one process's records of evaluations.
 
-    A line is of one problem: `step` (the batch that the policy sampled), `set`, `problem` (its
-    place in the set), `prompt`, `question` (the problem in it), `answer` (the reference), and of
-    each response to it, in lists, whether it is `correct` and its `reward` (null: it failed, or
-    nothing is known of it), its `outcome`, its `tokens` and the `rounds` that they took, and where
-    answers can be compared what it `stated`.
+    Each process writes the records of its own problems. The file of process 0 is evaluations.jsonl.
+    The names of the others have the process number.
+
+    A line has these keys for one problem:
+
+    - `step`: number of the batch that the evaluated policy sampled.
+    - `set`, `problem`: name of the set, and position in it.
+    - `prompt`, `question`, `answer`: prompt, the problem in it, and the reference answer.
+    - `correct`, `reward`: lists over responses. Null if a response failed or was not judged.
+    - `outcome`, `tokens`, `rounds`: lists over responses. Rounds are those that generated it.
+    - `stated`: list of the stated answers, if answers can be compared.
 
     Every method raises ConfigError if the file cannot be read or written.
     """
@@ -34,20 +39,25 @@ class RecordFile:
         self.file = folder / f"{FILE_STEM}{f'-{process}' * (process > 0)}.jsonl"
 
     def append_records(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Appends one line a problem."""
+        """Appends one line for each problem."""
         append_records(self.file, ({"step": step, **line} for line in lines))
 
     def truncate_from(self, step: float | int) -> None:
-        """Drops the lines of `step` and later, and one that a kill has torn."""
+        """Removes the lines of `step` and later.
+
+        An incomplete last line is removed, too.
+        """
+        # A killed process may leave half a line, and a resumed run repeats the later steps.
         truncate_records(self.file, step)
 
     def load_records(self) -> list[dict[str, Any]]:
-        """Its lines, oldest first."""
+        """Reads the lines, oldest first."""
         return read_records(self.file)
 
 
 def _load_valid_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file, each with what is compared."""
+    """Reads and checks the lines of a file."""
+    # Only the keys that comparisons need are checked.
     lines = read_records(file)
     for number, line in enumerate(lines, start=1):
         invalid = [
@@ -55,22 +65,27 @@ def _load_valid_lines(file: Path) -> list[dict[str, Any]]:
         ]
         require(
             not invalid,
-            f"{file}, line {number} has no {join_names(invalid)} of an evaluation; mend or remove"
-            " that line",
+            f"{file}, line {number} has no {join_names(invalid)} of an evaluation; correct or"
+            " remove that line",
         )
     return lines
 
 
 def compare_evaluations(first: str, second: str) -> dict[str, PairedDifference]:
-    """Compares two evaluations of the same problems, by set.
+    """Compares two evaluations on the problems of each set.
 
-    Each is the folder of a run or of an evaluation, of which the newest counts, or FOLDER:STEP.
+    Args:
+      first: folder of a run or of an evaluation, whose newest step is taken, or FOLDER:STEP.
+      second: the same for the other evaluation.
+
+    Returns:
+      The difference for each set that both have, by name.
 
     Raises:
-      ConfigError: there is no such evaluation; a line is damaged; they have no problem in common.
+      ConfigError: there is no such evaluation, a line is damaged, or no problem is in both.
     """
     lines = [_load_evaluation(source) for source in (first, second)]
-    # evaluations of earlier versions know their problems by the prompts alone
+    # Earlier versions wrote no question, so problems are matched by prompt instead.
     key = (
         "question"
         if all(line.get("question") for evaluation in lines for line in evaluation)
@@ -94,7 +109,8 @@ def compare_evaluations(first: str, second: str) -> dict[str, PairedDifference]:
 
 
 def _load_evaluation(source: str) -> list[dict[str, Any]]:
-    """The lines of an evaluation."""
+    """Reads the lines of one evaluation."""
+    # A folder's name may have a colon of its own, so only digits after the last one are a step.
     path, _, number = source.rpartition(":")
     if not path or not number.isdecimal():
         path, number = source, ""
@@ -105,6 +121,7 @@ def _load_evaluation(source: str) -> list[dict[str, Any]]:
         f"--compare {source}: {folder} has no {FILE_STEM}.jsonl; give the folder of a run that has"
         " been evaluated, or of jaxspec.evaluate, or FOLDER:STEP",
     )
+    # Each process has written a file.
     lines = [line for file in files for line in _load_valid_lines(file)]
     steps = sorted({line["step"] for line in lines})
     require(bool(steps), f"--compare {source}: {files[0]} is empty; evaluate again")
@@ -118,10 +135,16 @@ def _load_evaluation(source: str) -> list[dict[str, Any]]:
 
 
 def _correct_shares(lines: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str, float]]:
-    """Share of correct answers by set and problem, which is known by its `key`."""
+    """Computes the share of correct answers by set and problem.
+
+    Args:
+      lines: lines of an evaluation.
+      key: key whose text identifies a problem.
+    """
     shares: dict[str, dict[str, float]] = {}
     for line in lines:
         judged = [is_correct for is_correct in line["correct"] if is_correct is not None]
+        # Texts identify problems, because positions change with the files of a set.
         if judged:
             problem = normalize_text(line[key])
             shares.setdefault(line["set"], {})[problem] = sum(map(bool, judged)) / len(judged)

@@ -1,4 +1,4 @@
-"""Conversion of draft tensors from and to published files.
+"""Conversion of tensors of published drafts.
 
 A table of `WeightMapping` entries describes a draft, and the tensors of a file must match it
 exactly. A draft may borrow its embedding and head from the policy.
@@ -50,7 +50,7 @@ def check_vocabulary_padding(source: str, draft_vocab: int, vocab: int, token_co
     Raises:
       ConfigError: the sizes differ, and one of them is below `token_count`.
     """
-    # Published models pad their vocabulary with rows that have no token, each to another multiple.
+    # Rows beyond the tokens are padding, which published models add to different sizes.
     fits = draft_vocab == vocab or min(draft_vocab, vocab) >= token_count
     require(
         fits,
@@ -60,10 +60,10 @@ def check_vocabulary_padding(source: str, draft_vocab: int, vocab: int, token_co
 
 
 def check_tensor_headers(tensors: Mapping[str, StoredTensor]) -> None:
-    """Checks the dtype and the number of axes of a draft's tensors.
+    """Checks the headers of a draft's tensors.
 
     Raises:
-      ConfigError: no draft has such a tensor.
+      ConfigError: a tensor has a dtype or a number of axes that no draft has.
     """
     for name, stored in tensors.items():
         if name in BUFFER_DTYPES:
@@ -73,7 +73,7 @@ def check_tensor_headers(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def load_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
-    """Checks the headers of a draft's tensors, then reads the tensors."""
+    """Checks and reads a draft's tensors."""
     # All headers come first, so that a bad one is reported before gigabytes are read.
     check_tensor_headers(tensors)
     return {name: stored.read() for name, stored in tensors.items()}
@@ -85,7 +85,7 @@ def load_policy_embeddings(spec: DraftSpec, with_values: bool) -> dict[str, np.n
     Without `with_values`, returns NaN in these shapes and reads no file.
 
     Raises:
-      ConfigError: values are needed, and the policy has no checkpoint, or its checkpoint lacks them.
+      ConfigError: values are needed, and the policy has no checkpoint or one that lacks them.
     """
     model = spec.policy
     if not with_values or not model.path:
@@ -96,7 +96,7 @@ def load_policy_embeddings(spec: DraftSpec, with_values: bool) -> dict[str, np.n
         )
         require(not with_values, message)
         return {
-            # Broadcasting one number takes no memory, and NaN exposes any use of the values.
+            # One number, broadcast, takes no memory. NaN would show in any result that used it.
             "embedding": np.broadcast_to(np.float32(math.nan), shape),
             "head": np.broadcast_to(np.float32(math.nan), shape[::-1]),
         }
@@ -120,7 +120,7 @@ def match_tensors(
     network: Any,
     source: str,
 ) -> dict[str, TensorEntry]:
-    """Matches a draft's tensors with the weights of a network.
+    """Matches a draft's tensors to a network's weights.
 
     Compares names and shapes only.
 
@@ -132,7 +132,7 @@ def match_tensors(
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves_by_path(network).items()}
     for mapping in mappings:
-        # A config.json may ask for billions of layers, whose entries would fill memory.
+        # Checked before entries are made. A wrong count in config.json could make billions of them.
         check_tensor_count(mapping, shapes[mapping.weight_path], len(tensors), source)
     entries = {
         entry.name: entry
@@ -148,7 +148,7 @@ def match_tensors(
     )
     require(
         not unknown,
-        f"{source} has {join_names(unknown)}, which a draft of this form does not have",
+        f"{source} has {join_names(unknown)}, which a draft of this form has no place for",
     )
     for name, entry in entries.items():
         message = (
@@ -162,7 +162,7 @@ def match_tensors(
 def assemble_arrays(
     mappings: list[WeightMapping], tensors: NamedArrays, network: Any, source: str
 ) -> dict[str, np.ndarray]:
-    """Assembles the arrays of a network from a draft's tensors.
+    """Assembles a network's arrays from tensors.
 
     Returns:
       Arrays by attribute path.
@@ -174,7 +174,7 @@ def assemble_arrays(
     arrays: dict[str, np.ndarray] = {}
     for name, entry in match_tensors(mappings, tensors, network, source).items():
         tensor, mapping, shape = tensors[name], entry.mapping, shapes[entry.mapping.weight_path]
-        # A stacked weight is filled from one tensor for each layer.
+        # The tensors of all layers fill one stacked array.
         arrays.setdefault(mapping.weight_path, np.empty(shape, tensor.dtype))[
             entry.leading_index
         ] = to_weight(mapping, tensor, shape[mapping.leading_ndim :])
@@ -182,7 +182,7 @@ def assemble_arrays(
 
 
 def replace_leaves(network: Any, arrays: NamedArrays) -> Any:
-    """Replaces all leaves of a network by host arrays.
+    """Replaces a network's leaves by host arrays.
 
     Args:
       network: a network or its shapes. Its leaves set the dtypes of the result.
@@ -216,7 +216,6 @@ def export_tensors(mappings: list[WeightMapping], network: PyTree) -> dict[str, 
         for entry in tensor_entries(mapping, leaves[mapping.weight_path].shape)
     ]
     return {
-        # Safetensors writes the buffer of an array in memory order, which a view would scramble.
         entry.name: np.ascontiguousarray(to_tensor(entry.mapping, array))
         for entry, array in entries
     }

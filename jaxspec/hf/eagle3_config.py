@@ -1,5 +1,8 @@
-"""The config.json of published EAGLE-3 heads, in the raw form and in that of speculators: read with
-every default, written with none."""
+"""Parsing and writing of EAGLE-3 head configs.
+
+Heads are published in the raw or the speculators format. Missing flags are read as their defaults.
+Written files state every flag.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -20,9 +23,15 @@ from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import tap_count
 
 HeadFormat = Literal["raw", "speculators"]
-"""Names `midlayer.*` (SafeAILab, SpecForge, AngelSlim) or `layers.0.*` (speculators)."""
-TapConvention = Literal["auto", "boundary", "output_of"]
+"""Format of a published head.
 
+SafeAILab, SpecForge and AngelSlim write raw files, which name the first layer `midlayer.*`. The
+speculators format names it `layers.0.*`.
+"""
+TapConvention = Literal["auto", "boundary", "output_of"]
+"""Meaning of layer numbers in config.json: layers applied, or layers whose output is read."""
+
+# Markers of other drafts, in lower case, as parts of architectures or types.
 _UNSUPPORTED_DRAFTS = {
     "peagle": "P-EAGLE",
     "dflash": "DFlash",
@@ -47,15 +56,23 @@ def parse_head_config(
     target: ModelSpec,
     log: Callable[[str], Any],
 ) -> tuple[ModelSpec, HeadSpec, int]:
-    """The decoder, the form and the size of the own vocabulary (0: the target's) of an EAGLE-3
-    head, from config.json.
+    """Parses the config.json of an EAGLE-3 head.
 
-    What is ambiguous is decided and told to `log`; the tensors have the last word
-    (`eagle3_tensors.reconcile_with_tensors`). `tie_word_embeddings` means nothing here: the head's
-    rows are its own.
+    Reports how ambiguous flags are read to `log`. Where the tensors disagree with the result,
+    `eagle3_tensors.reconcile_with_tensors` corrects it. `tie_word_embeddings` is ignored.
+
+    Args:
+      content: content of the file.
+      source: name of the file in messages.
+      convention: meaning of layer numbers.
+      target: the policy.
+      log: receives messages.
+
+    Returns:
+      The decoder of the head, its form, and the size of its own vocabulary (0 = the target's).
 
     Raises:
-      ConfigError: another kind of draft, or a head for another policy; `source` is named.
+      ConfigError: the file describes another kind of draft, or a head for another policy.
     """
     keys = JsonObject(content, source)
     _refuse_other_drafts(keys)
@@ -65,6 +82,7 @@ def parse_head_config(
     )
     layer_keys = keys.get_object("transformer_layer_config") if is_speculators else keys
     _check_head_keys(keys, eagle_config, layer_keys)
+    # Flags may be in eagle_config or at the top level, where null means unset.
     flags = JsonObject(
         {
             **eagle_config.content,
@@ -82,6 +100,8 @@ def parse_head_config(
     use_taps = flags.get_bool("use_aux_hidden_state", True)
     fuse_norms = flags.get_bool("fc_norm", False) or flags.get_bool("use_aux_norm", False)
     norm_output = flags.get_bool("norm_output", False)
+    # Elsewhere norm_output means a norm in the recurrence. SpecForge's top-level flag means the one
+    # before lm_head, which every head has.
     is_unambiguous = is_speculators or fuse_norms or "norm_output" in eagle_config.content
     if norm_output and not is_unambiguous:
         norm_output = False
@@ -116,7 +136,7 @@ def parse_head_config(
 
 
 def vocabulary_size(content: Mapping[str, Any], source: str) -> int:
-    """The rows of the vocabulary that a head was made for; 0: not said."""
+    """Returns the vocabulary size in a head's config. 0 = not stated."""
     keys = JsonObject(content, source)
     layer_keys = (
         keys.get_object("transformer_layer_config")
@@ -127,6 +147,7 @@ def vocabulary_size(content: Mapping[str, Any], source: str) -> int:
 
 
 def _refuse_other_drafts(keys: JsonObject) -> None:
+    """Checks that a config.json describes an EAGLE-3 head."""
     content, source, kind = (
         keys.content,
         keys.source,
@@ -140,6 +161,7 @@ def _refuse_other_drafts(keys: JsonObject) -> None:
         other_kind = next(
             (title for marker, title in _UNSUPPORTED_DRAFTS.items() if marker in name), ""
         )
+        # Names of EAGLE-1 and EAGLE-2 lack the 3.
         older_kind = "EAGLE-1 or EAGLE-2" if "eagle" in name and "eagle3" not in name else ""
         require(
             not other_kind and not older_kind,
@@ -150,6 +172,7 @@ def _refuse_other_drafts(keys: JsonObject) -> None:
         kind == "eagle3",
         f"{source} describes a draft of kind {format_name(kind)}; only EAGLE-3 heads can be loaded",
     )
+    # P-EAGLE drafts may state the architecture of an EAGLE-3 head, and differ in this key.
     require(
         "mask_hidden" not in content,
         f"{source} describes a draft of kind P-EAGLE (mask_hidden); only EAGLE-3 heads can be"
@@ -158,7 +181,7 @@ def _refuse_other_drafts(keys: JsonObject) -> None:
 
 
 def _check_head_keys(keys: JsonObject, eagle_config: JsonObject, layer_keys: JsonObject) -> None:
-    """Raises ConfigError for what a head does here that is not built, or that is not known."""
+    """Checks that a head's keys are supported and consistent."""
     check_keys(keys, DECODER_KEYS | HEAD_KEYS)
     check_keys(eagle_config, HEAD_FLAG_KEYS)
     if layer_keys is not keys:
@@ -166,7 +189,7 @@ def _check_head_keys(keys: JsonObject, eagle_config: JsonObject, layer_keys: Jso
     refuse_sliding_window(layer_keys)
     for key, value in eagle_config.content.items():
         top_value = keys.content.get(key)
-        # SpecForge has a norm_output of another meaning at the top level
+        # At the top level, SpecForge writes a norm_output with another meaning.
         agrees = value is None or top_value is None or value == top_value or key == "norm_output"
         require(
             agrees,
@@ -178,11 +201,11 @@ def _check_head_keys(keys: JsonObject, eagle_config: JsonObject, layer_keys: Jso
 def _parse_taps(
     flags: JsonObject, convention: TapConvention, target: ModelSpec, log: Callable[[str], Any]
 ) -> tuple[int, ...]:
-    """Boundaries that the head reads; empty: the default ones.
+    """Parses the boundaries that the head reads. Empty for the default ones.
 
     A boundary is the number of decoder layers that have been applied. SpecForge writes the layers
-    whose outputs are read, vLLM and speculators the boundaries: [1, 17, 32] and [2, 18, 33] are the
-    same tensors.
+    whose output is read, such as [1, 17, 32]. vLLM and speculators write the boundaries, which are
+    [2, 18, 33] for the same tensors.
     """
     source, layer_ids = flags.source, flags.get_ints(_LAYER_IDS)
     count = (
@@ -203,9 +226,10 @@ def _parse_taps(
     require(
         count in (None, len(layer_ids)),
         f"{source}: num_aux_hidden_states is {count}, and {_LAYER_IDS} is"
-        f" {format_value(layer_ids)}",
+        f" {format_value(layer_ids)}; correct one",
     )
     if convention == "auto":
+        # The default boundaries start at 2, which SpecForge writes as layer 1.
         is_specforge = (
             not flags.has_key("speculators_model_type")
             and "LlamaForCausalLMEagle3" in flags.get_strings("architectures")
@@ -233,7 +257,7 @@ def _parse_taps(
 def _parse_decoder(
     layer_keys: JsonObject, target: ModelSpec, log: Callable[[str], Any]
 ) -> ModelSpec:
-    """The head's own layers."""
+    """Parses the decoder layers of a head."""
     source, kind = layer_keys.source, layer_keys.get_string("model_type", "llama")
     require(
         kind in ("llama", "qwen3"),
@@ -242,15 +266,17 @@ def _parse_decoder(
     )
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
     missing = [name for name in names if not layer_keys.has_key(name)]
-    require(not missing, f"{source} lacks {', '.join(missing)}")
+    require(not missing, f"{source} lacks {', '.join(missing)}; add the sizes of the head's layers")
     width, ffn, heads = (layer_keys.get_int(name) for name in names)
+    # Published heads may leave head_dim out and still have heads of another size.
     if not layer_keys.has_key("head_dim"):
         log(
             f"{source} lacks head_dim: {width // heads}, the width over its heads, unless the"
             " tensors say otherwise"
         )
     bias = layer_keys.get_bool("attention_bias", False)
-    theta, factor, rope = parse_rope(layer_keys)  # the head's own, not the policy's
+    # A head may be trained with other rotary positions than its policy.
+    theta, factor, rope = parse_rope(layer_keys)
     return ModelSpec(
         vocab=target.vocab,
         layers=layer_keys.get_int("num_hidden_layers", 1),
@@ -283,21 +309,25 @@ def head_config_json(
     vocab: int,
     draft_length: int = 3,
 ) -> dict[str, Any]:
-    """The config.json of a head, with every flag in words; layer numbers are left out where the
-    default ones are meant.
+    """Builds the config.json of a head.
 
-    The speculators form names `target.path` as the policy to draft for, `draft_length` tokens a
-    round.
+    Args:
+      config: decoder of the head.
+      head: form of the head.
+      target: the policy. The speculators format names its path.
+      head_format: format of the file.
+      vocab: size of the head's own vocabulary. 0 = the target's.
+      draft_length: tokens to draft in each round, for the speculators format.
 
     Raises:
-      ConfigError: the raw form cannot say which layers are read, since its readers would differ by
-        one.
+      ConfigError: the format cannot state the head's biases or layer numbers.
     """
+    # Default layer numbers are left out, so that no reader can take them for the other convention.
     family, taps = config.family, head.taps if head.taps != tap_boundaries(target.layers) else ()
     require(
         family.attention_bias == family.output_bias,
-        "a head with biases on only one side of its attention has no published form; both or"
-        " neither",
+        "no published format has attention biases on only the inputs or only the output; use both"
+        " or neither",
     )
     layer_config = {
         "architectures": ["Qwen3ForCausalLM" if family.query_key_norm else "LlamaForCausalLM"],
@@ -315,6 +345,7 @@ def head_config_json(
         "tie_word_embeddings": False,
         **rope_json(config),
     }
+    # Every flag is stated, because readers differ in their defaults.
     flags = {
         "draft_vocab_size": vocab or target.vocab,
         "target_hidden_size": target.embed,
@@ -330,7 +361,7 @@ def head_config_json(
         is_unambiguous = not taps or taps[0] != 1
         remedy = "readers of the raw form would count on from 1; write the speculators form"
         require(is_unambiguous, f"the head reads the policy after {list(taps)} layers; {remedy}")
-        # SpecForge has a norm_output of another meaning, at the top level only.
+        # At the top level, SpecForge gives norm_output another meaning, so it is repeated here.
         eagle_config = {
             "use_aux_hidden_state": head.use_taps,
             "norm_before_fc": head.norm_before_fuse,

@@ -1,5 +1,7 @@
-"""The tensors of published EAGLE-3 heads: names, vocabulary buffers, and what decides where they
-and config.json differ."""
+"""Conversion of the tensors of EAGLE-3 heads.
+
+Covers their names, their vocabulary buffers, and corrections of config.json by the tensors.
+"""
 
 import dataclasses
 import re
@@ -29,12 +31,12 @@ from jaxspec.models.eagle3 import Eagle3
 def head_mappings(
     config: ModelSpec, head: HeadSpec, head_format: HeadFormat
 ) -> list[WeightMapping]:
-    """The table of an EAGLE-3 head but for its vocabulary buffers: by the names that
-    SafeAILab, SpecForge and AngelSlim write (raw), or those of speculators."""
+    """Returns the mappings of a head's weights. Vocabulary buffers have none."""
     first_prefix, layer_prefix = (
         "midlayer." if head_format == "raw" else "layers.0.",
         "layers.{layer}.",
     )
+    # The first layer has two norms, of embedding and hidden states, in place of one.
     first_layer = [
         mapping
         for mapping in layer_mappings("first.", first_prefix, config, unit_axis=True)
@@ -68,6 +70,7 @@ def head_mappings(
     ]
 
 
+# Wrappers such as DataParallel and torch.compile add prefixes to names.
 _WRAPPER_PREFIXES = ("model.", "draft_model.", "module.", "_orig_mod.")
 _RENAMED_TENSORS = {
     **{
@@ -84,15 +87,17 @@ Tensor = TypeVar("Tensor")
 
 
 def normalize_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The tensors of an EAGLE-3 head by the names of the speculators form, without prefixes and
-    rotary tables.
+    """Renames a head's tensors as in the speculators format.
+
+    Drops wrapper prefixes and rotary tables.
 
     Raises:
-      ConfigError: two tensors come to the same name, or they are those of another kind of draft.
+      ConfigError: two tensors get the same name, or they belong to another kind of draft.
     """
     normalized: dict[str, Tensor] = {}
     for name, array in tensors.items():
         short_name = name
+        # Wrappers may be nested.
         while short_name.startswith(_WRAPPER_PREFIXES):
             short_name = short_name.split(".", 1)[1]
         short_name = _RENAMED_TENSORS.get(short_name, short_name)
@@ -105,12 +110,14 @@ def normalize_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
             short_name not in normalized,
             f"{source} has {format_name(short_name)} twice, once as {format_name(name)}",
         )
+        # The config determines rotary tables.
         if not short_name.endswith(_ROTARY_SUFFIXES):
             normalized[short_name] = array
     require(
         "mask_hidden" not in normalized,
         f"{source} is a P-EAGLE draft (it has mask_hidden); only EAGLE-3 heads can be loaded",
     )
+    # Earlier heads also fuse with `fc`, but do not normalize the hidden states separately.
     is_older = "fc.weight" in normalized and "layers.0.hidden_norm.weight" not in normalized
     require(
         not is_older,
@@ -127,11 +134,16 @@ def reconcile_with_tensors(
     target_embedding: np.ndarray,
     log: Callable[[str], Any],
 ) -> tuple[ModelSpec, HeadSpec]:
-    """Config and form as the tensors (by `normalize_names`) have them, where config.json is wrong
-    or silent: they decide.
+    """Corrects a head's config and form by its tensors.
 
-    An embedding table that is the target's in every bit is shared; one that differs is the head's
-    own.
+    An embedding table equal to the target's is shared. Any other one belongs to the head.
+
+    Args:
+      config: decoder of the head, from config.json.
+      head: form of the head, from config.json.
+      tensors: tensors of the head, as `normalize_names` returns them.
+      target_embedding: embedding of the policy.
+      log: receives a message for each corrected size.
     """
     q_size = tensors.get("layers.0.self_attn.q_proj.weight", np.zeros((0, 0))).shape[0]
     if q_size and q_size != config.heads * config.head_size and q_size % config.heads == 0:
@@ -140,6 +152,7 @@ def reconcile_with_tensors(
             " config.json has it"
         )
         config = dataclasses.replace(config, head_size=q_size // config.heads)
+    # config.json may leave these out or be wrong, while a weight is present or not.
     family_flags = {
         "query_key_norm": "layers.0.self_attn.q_norm.weight" in tensors,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
@@ -147,7 +160,7 @@ def reconcile_with_tensors(
     }
     config = dataclasses.replace(config, family=dataclasses.replace(config.family, **family_flags))
     layer_ids = {int(match[1]) for name in tensors if (match := _LAYER_QUERY.match(name))}
-    # SafeAILab's head of the policy's 40 layers has one, whatever its config.json says
+    # Some files of SafeAILab state the policy's 40 layers for a head of one layer.
     if layer_ids == set(range(len(layer_ids))) and len(layer_ids) not in (0, config.layers):
         log(
             f"num_hidden_layers is {len(layer_ids)} by the tensors, not {config.layers} as"
@@ -164,10 +177,15 @@ def reconcile_with_tensors(
 def resize_vocabulary(
     tensors: Mapping[str, StoredTensor], draft_vocab: int, vocab: int
 ) -> dict[str, StoredTensor]:
-    """A head's tensors (by `normalize_names`) for a vocabulary of `vocab` rows in place of
-    `draft_vocab`: padded or cut."""
+    """Pads or cuts the vocabulary of a head.
+
+    Args:
+      tensors: tensors of the head, as `normalize_names` returns them.
+      draft_vocab: vocabulary rows that the head was made for.
+      vocab: vocabulary rows of the policy.
+    """
     head = tensors.get("lm_head.weight")
-    # a vocabulary of its own is said by d2t, whose ids stay as they are
+    # A head with a vocabulary of its own keeps its rows and d2t, since token ids do not change.
     names = {"embed_tokens.weight", "t2d"}
     if head is not None and head.shape[:1] == (draft_vocab,):
         names |= {"lm_head.weight", "d2t"}
@@ -182,11 +200,22 @@ def resize_vocabulary(
 def vocabulary_ids(
     tensors: NamedArrays, row_count: int, vocab: int, source: str
 ) -> np.ndarray | None:
-    """Ids of the tokens that a head of `row_count` rows speaks of, from the buffers d2t (offsets)
-    and t2d (a mask); None: all, in order.
+    """Reads the token ids of a head's vocabulary.
+
+    The buffer d2t has the target id minus the draft id of each row. The buffer t2d is a mask over
+    the target's tokens.
+
+    Args:
+      tensors: tensors of the head, with either or both buffers.
+      row_count: rows of the head.
+      vocab: vocabulary rows of the target.
+      source: name of the file in messages.
+
+    Returns:
+      The ids, or None if the head has all tokens in order.
 
     Raises:
-      ConfigError: the ids do not ascend inside the target's `vocab`, or the two buffers disagree.
+      ConfigError: the ids do not ascend within the target's vocabulary, or the buffers disagree.
     """
     offsets, mask = tensors.get("d2t"), tensors.get("t2d")
     for name, buffer, size, dtype_kinds in (
@@ -215,6 +244,7 @@ def vocabulary_ids(
     if offsets is not None:
         ids = np.arange(row_count) + offsets.astype(np.int64)
         fits = bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
+        # A likely mistake is to store the ids themselves.
         is_absolute = bool((np.diff(offsets) > 0).all() and offsets[0] >= 0 and offsets[-1] < vocab)
         hint = (
             "; it looks like the ids themselves, but must hold target id - draft id"
@@ -240,17 +270,20 @@ def vocabulary_ids(
 
 
 class _HeadTemplate(NamedTuple):
-    """A head's network, and which tensors fill it."""
+    """Network of a head and its weight mappings."""
 
     ids: np.ndarray | None
-    """Tokens of its own vocabulary; None: all."""
+    """Token ids of the head's own vocabulary. None = all tokens."""
     network: Eagle3
-    """Shapes only."""
+    """Network with shapes in place of arrays."""
     mappings: list[WeightMapping]
 
     @property
     def skipped_names(self) -> set[str]:
-        """Tensors that are no weights of it, or are lent by the policy."""
+        """Names of tensors that fill no weight.
+
+        They are buffers, or weights that the head borrows from the policy.
+        """
         return {
             *BUFFER_DTYPES,
             *(() if self.network.form.own_embedding else ("embed_tokens.weight",)),
@@ -264,8 +297,16 @@ def _head_template(
     target_shape: tuple[int, int],
     source: str,
 ) -> _HeadTemplate:
-    """The form of a head for a policy of `target_shape` (vocabulary, width), from shapes and
-    buffers."""
+    """Builds the shapes of a head's network.
+
+    Args:
+      config: decoder of the head.
+      head: form of the head.
+      tensors: tensors of the head. Only buffers are read.
+      target_shape: vocabulary rows and width of the policy.
+      source: name of the file in messages.
+    """
+    # The rows of lm_head decide the vocabulary. A head without one borrows rows of the policy's.
     vocab, width = target_shape
     default_rows = tensors["d2t"].shape[0] if "d2t" in tensors else vocab
     row_count = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else default_rows
@@ -276,6 +317,7 @@ def _head_template(
     }
     ids = vocabulary_ids(buffers, row_count, vocab, source)
     policy = dataclasses.replace(config, embed=width, vocab=vocab)
+    # Evaluates shapes only, so that a wrong config cannot exhaust memory.
     network = jax.eval_shape(
         lambda: Eagle3(config, head, policy, jax.random.key(0), 0 if ids is None else row_count)
     )
@@ -289,14 +331,24 @@ def check_head_tensors(
     policy: ModelSpec,
     source: str,
 ) -> None:
-    """Raises ConfigError for tensors of a head (by `normalize_names`) that `head_arrays` would
-    refuse; of weights only the headers are read."""
+    """Checks the headers of a head's tensors.
+
+    Args:
+      config: decoder of the head.
+      head: form of the head.
+      tensors: tensors of the head, as `normalize_names` returns them.
+      policy: the policy.
+      source: name of the file in messages.
+
+    Raises:
+      ConfigError: `head_arrays` would refuse the tensors.
+    """
     check_tensor_headers(tensors)
     template = _head_template(config, head, tensors, (policy.vocab, policy.embed), source)
     weights = {
         name: tensor for name, tensor in tensors.items() if name not in template.skipped_names
     }
-    # a missing head is lent by the policy
+    # A missing lm_head is borrowed from the policy.
     mappings = [
         mapping
         for mapping in template.mappings
@@ -308,11 +360,17 @@ def check_head_tensors(
 def head_arrays(
     config: ModelSpec, head: HeadSpec, tensors: NamedArrays, target: NamedArrays, source: str
 ) -> dict[str, np.ndarray]:
-    """Our arrays of an EAGLE-3 head by attribute path, from `normalize_names` and what
-    `reconcile_with_tensors` made of config and form.
+    """Converts a head's tensors to its network's arrays.
 
-    `target` has the policy's `embedding` [V D] and `head` [D V], from which a missing lm_head is
-    taken. `vocabulary` is there if it is not the whole.
+    Args:
+      config: decoder of the head, after `reconcile_with_tensors`.
+      head: form of the head, after `reconcile_with_tensors`.
+      tensors: tensors of the head, as `normalize_names` returns them.
+      target: the policy's `embedding` [V D] and `head` [D V], which replaces a missing lm_head.
+      source: name of the file in messages.
+
+    Returns:
+      Arrays by attribute path, with `vocabulary` if the head has a vocabulary of its own.
     """
     template = _head_template(config, head, tensors, target["embedding"].shape, source)
     ids = template.ids
@@ -325,10 +383,11 @@ def head_arrays(
 
 
 def head_tensors(network: Eagle3, head_format: HeadFormat) -> dict[str, np.ndarray]:
-    """A head's tensors by their published names, with the buffers of its vocabulary."""
+    """Returns a head's tensors by published name, with its vocabulary buffers."""
     tensors = export_tensors(head_mappings(network.config, network.form, head_format), network)
     if network.vocabulary is not None:
         ids = np.asarray(network.vocabulary[...]).astype(np.int64)
+        # Both buffers are written, because readers differ in the one that they use.
         tensors["d2t"] = ids - np.arange(ids.size)
         tensors["t2d"] = np.isin(np.arange(network.config.vocab), ids)
     return tensors

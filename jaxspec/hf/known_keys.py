@@ -1,4 +1,4 @@
-"""Known keys of config.json, by the object that holds them.
+"""Known keys of config.json.
 
 Any other key is refused, because it may change the computation of the model.
 """
@@ -48,7 +48,7 @@ They are names, dtypes, dropout, outputs, losses and settings of generation.
 """
 _QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "compression_config"})
 """Keys of quantized weights, in transformers, MLX and compressed-tensors."""
-# Quantization keys count as known here, because `check_keys` refuses them with a remedy of their own.
+# Quantization keys count as known, because `check_keys` refuses them with a message of their own.
 DECODER_KEYS = _READ_KEYS | _INERT_KEYS | _QUANTIZATION_KEYS
 _SCALING_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
@@ -104,7 +104,7 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def check_keys(keys: JsonObject, known_keys: Collection[str], ignore_unknown: bool = False) -> None:
-    """Checks that keys are known and that their values are supported.
+    """Checks that keys are known and values supported.
 
     Args:
       keys: object to check.

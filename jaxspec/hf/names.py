@@ -48,7 +48,7 @@ class WeightMapping(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a checkpoint, with its place in a weight."""
+    """One checkpoint tensor and its place in a weight."""
 
     mapping: WeightMapping
     name: str
@@ -122,7 +122,7 @@ def select_mtp_names(names: Sequence[str], target_layers: int) -> list[str]:
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a tree by dotted attribute path."""
+    """Returns leaves by dotted attribute path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     paths = [
         [key.name if isinstance(key, jax.tree_util.GetAttrKey) else str(key.key) for key in path]
@@ -140,8 +140,6 @@ def check_tensor_count(
     mapping: WeightMapping, shape: tuple[int, ...], tensor_count: int, source: str
 ) -> None:
     """Checks that a checkpoint has enough tensors for a weight.
-
-    Runs before `tensor_entries`, whose list could fill memory if a count in config.json is absurd.
 
     Raises:
       ConfigError: the weight needs more than the `tensor_count` tensors of the checkpoint.
@@ -188,7 +186,7 @@ def tensor_entries(mapping: WeightMapping, shape: tuple[int, ...]) -> list[Tenso
 
 
 def to_weight(mapping: WeightMapping, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts a tensor to the layout of a weight, as a view.
+    """Views a tensor in the layout of a weight.
 
     `shape` is the shape of the weight without its leading axes.
     """
@@ -213,7 +211,9 @@ def to_tensor(mapping: WeightMapping, weight: np.ndarray) -> np.ndarray:
 def tensor_slices(
     mapping: WeightMapping, index: Sequence[slice], shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[slice, ...]]:
-    """Computes the part of a tensor to read for a slice of a weight.
+    """Computes which slices of a tensor to read.
+
+    The slices cover the requested part of the weight.
 
     Args:
       mapping: mapping of the weight.
@@ -247,12 +247,12 @@ def tensor_slices(
 
 
 def _axis_sizes(mapping: WeightMapping, shape: tuple[int, ...]) -> dict[str, int]:
-    """Returns the size of each axis of a layout, by its letter."""
+    """Returns axis sizes by the letters of a layout."""
     return dict(zip(_parse_layout(mapping.layout)[1], shape, strict=True))
 
 
 def _parse_layout(layout: str) -> tuple[list[list[str]], list[str]]:
-    """Returns the tensor's axes, in merged groups, and the weight's axes."""
+    """Returns a tensor's axis groups and a weight's axes."""
     tensor_side, weight_side = layout.split("->")
     return [
         (group or single).split() for group, single in re.findall(r"\(([^)]*)\)|(\w+)", tensor_side)

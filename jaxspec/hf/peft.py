@@ -1,5 +1,8 @@
-"""PEFT's form of LoRA adapters, to and from ours: one matrix [r in] and one [out r] for each target
-of each layer, and the adapter_config.json beside them."""
+"""Conversion of LoRA adapters in PEFT's format.
+
+PEFT stores matrices A [r in] and B [out r] for each target of each layer, and
+adapter_config.json.
+"""
 
 import re
 from collections.abc import Mapping
@@ -30,7 +33,7 @@ APPLIED_KEYS = {
     "rank_pattern",
     "alpha_pattern",
 }
-"""Keys of adapter_config.json that `merge_adapters` follows."""
+"""Keys of adapter_config.json that `merge_adapters` applies."""
 INERT_KEYS = {
     *(
         "auto_mapping",
@@ -51,10 +54,11 @@ INERT_KEYS = {
         "qalora_group_size",
     ),
 }
-"""Keys of an adapter's config that change nothing in what a finished adapter adds; any other must
-be off."""
+"""Keys of adapter_config.json without an effect on a trained adapter."""
+# Other initializations, such as PiSSA, also change the checkpoint's weights.
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the checkpoint's own weights as they are."""
+"""Values of init_lora_weights that leave the checkpoint's weights unchanged."""
+# Layer numbers have no leading zeros, so that no two names mean the same layer.
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,8})\.(\w+)\.(\w+)\.lora_([AB])\.weight"
 )
@@ -67,12 +71,13 @@ _PATTERN_LIMITS = (
 
 
 def adapter_tensors(adapted: AdaptedDecoder) -> dict[str, np.ndarray]:
-    """The adapters by PEFT's names, in its layout."""
+    """Returns the adapters in PEFT's names and layout."""
     tensors = {}
     for name in adapted.names:
         a, b = (np.asarray(getattr(adapted.adapters, f"{name}_{side}")[...]) for side in "ab")
         for layer in range(len(a)):
             key = f"base_model.model.{_module_name(layer, name)}"
+            # PEFT merges the heads with their dimensions, and stores matrices as [out in].
             down, up = (a[layer].reshape(-1, a.shape[-1]), b[layer].reshape(b.shape[1], -1))
             tensors[f"{key}.lora_A.weight"] = np.ascontiguousarray(down.T)
             tensors[f"{key}.lora_B.weight"] = np.ascontiguousarray(up.T)
@@ -80,14 +85,20 @@ def adapter_tensors(adapted: AdaptedDecoder) -> dict[str, np.ndarray]:
 
 
 def adapter_config_json(lora: LoraConfig, model: ModelSpec, base_model: str) -> dict[str, Any]:
-    """The adapter_config.json that goes with `adapter_tensors`; `base_model` names the checkpoint
-    that they are for."""
+    """Returns the adapter_config.json for `adapter_tensors`.
+
+    Args:
+      lora: settings of the adapters.
+      model: the policy.
+      base_model: name of the checkpoint that the adapters belong to.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": lora.rank,
+        # PEFT declares an integer, but reads a fraction, too.
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": list(choose_targets(lora.targets, model, "lora.targets")),
@@ -106,8 +117,9 @@ def adapter_config_json(lora: LoraConfig, model: ModelSpec, base_model: str) -> 
 def merge_adapters(
     network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]
 ) -> Decoder:
-    """The decoder with PEFT's adapters added to its weights: W + scale * B A, with scale alpha / r,
-    or alpha / sqrt(r) for rsLoRA.
+    """Merges PEFT's adapters into a decoder.
+
+    Each weight W becomes W + scale * B A. The scale is alpha / r, or alpha / sqrt(r) for rsLoRA.
 
     Raises:
       ConfigError: as `adapter_changes` does.
@@ -118,10 +130,15 @@ def merge_adapters(
 def adapter_changes(
     network: Decoder, tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any]
 ) -> WeightChanges:
-    """What PEFT's adapters add to the weights of a decoder, of which only the shapes are looked at.
+    """Converts PEFT's adapters to changes of a decoder's weights.
+
+    Args:
+      network: the decoder. Only its shapes and dtypes are used.
+      tensors: tensors of the adapters, by name.
+      adapter_config: content of adapter_config.json.
 
     Raises:
-      ConfigError: names the key, of the adapters or of their config, that cannot be followed.
+      ConfigError: a key of the config is not supported, or a tensor does not fit.
     """
     _check_adapter_config(adapter_config)
     pairs = _pair_matrices(network, tensors)
@@ -132,6 +149,7 @@ def adapter_changes(
         matrices = {layer: pairs[name, layer] for layer in range(depth) if (name, layer) in pairs}
         rank = max(len(pair["A"]) for pair in matrices.values())
         dtype = getattr(network.layers, TARGETS[name].weight).dtype
+        # Layers are stacked. Zeros pad smaller ranks and layers without adapters, and add nothing.
         a = np.zeros((depth, *inputs, rank), dtype)
         b = np.zeros((depth, rank, *outputs), dtype)
         scale = np.zeros(depth, dtype)
@@ -145,11 +163,12 @@ def adapter_changes(
 
 
 def _module_name(layer: int, name: str) -> str:
+    """Returns a target's module name in transformers."""
     return f"model.layers.{layer}.{TARGETS[name].module}.{name}"
 
 
 def _check_adapter_config(config: Mapping[str, Any]) -> None:
-    """Whether the adapters are plain LoRA."""
+    """Checks that the adapters are plain LoRA."""
     peft_type, init = config.get("peft_type"), config.get("init_lora_weights", True)
     require(
         peft_type == "LORA",
@@ -164,6 +183,7 @@ def _check_adapter_config(config: Mapping[str, Any]) -> None:
         f"{message}; convert the adapters to plain LoRA with PEFT",
     )
     for key, value in config.items():
+        # PEFT writes every key of its version, so an unknown key is harmless if it is off.
         is_mergeable = (
             not value or value == "none" or key in APPLIED_KEYS | INERT_KEYS | {"init_lora_weights"}
         )
@@ -177,10 +197,11 @@ def _check_adapter_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_key_types(keys: JsonObject) -> None:
-    """Whether the keys that are followed are of the types that PEFT gives them."""
+    """Checks the types of the applied keys."""
     keys.get_int("r")
     keys.get_float("lora_alpha")
     keys.get_bool("use_rslora", False)
+    # PEFT accepts a list of names or one regular expression.
     modules = keys.content.get("target_modules")
     if isinstance(modules, str):
         _check_expression(modules, f"{keys.source}: target_modules")
@@ -205,7 +226,7 @@ def _check_key_types(keys: JsonObject) -> None:
 
 
 def _check_expression(expression: str, source: str) -> None:
-    """Whether an expression is one, as `_lookup_pattern` matches it."""
+    """Checks that an expression compiles."""
     try:
         re.compile(_suffix_expression(expression))
     except (re.error, RecursionError, OverflowError) as error:
@@ -215,8 +236,9 @@ def _check_expression(expression: str, source: str) -> None:
 
 
 def _is_simple(expression: str) -> bool:
-    """Whether the ways to match an expression are so few that trying all of them takes no time,
-    whatever it says; `_PATTERN_LIMITS` in code."""
+    """Whether an expression is within `_PATTERN_LIMITS`."""
+    # Backtracking may take exponential time, and a downloaded file could hang the run. Escapes and
+    # character classes are dropped first, since their characters are no operators.
     operators = re.sub(r"\\.|\[[^\]]*\]", "", expression).replace("(?:", "(")
     repeat_count = sum(map(operators.count, "*+?{"))
     return (
@@ -228,12 +250,12 @@ def _is_simple(expression: str) -> bool:
 
 
 def _suffix_expression(expression: str) -> str:
-    """PEFT's own expression for the end of a module's name."""
+    """Returns PEFT's expression for module suffixes."""
     return rf"(.*\.)?({expression})$"
 
 
 def _pair_matrices(network: Decoder, tensors: Mapping[str, np.ndarray]) -> MatrixPairs:
-    """The matrices, with their names and shapes checked."""
+    """Pairs and checks matrices A and B."""
     pairs: MatrixPairs = {}
     for tensor_name, tensor in tensors.items():
         match, quoted_name = _TENSOR_NAME.fullmatch(tensor_name), format_name(tensor_name)
@@ -255,6 +277,7 @@ def _pair_matrices(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Matri
             " trained for it",
         )
         size = int(np.prod(inputs if side == "A" else outputs))
+        # A is [r in] and B is [out r].
         fits = tensor.ndim == 2 and tensor.shape[side == "A"] == size
         expected = f"[r, {size}]" if side == "A" else f"[{size}, r]"
         require(
@@ -275,7 +298,7 @@ def _pair_matrices(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Matri
 
 
 def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[str, Any]) -> None:
-    """Whether all that the config names is there, at the rank that it says."""
+    """Checks that each configured adapter has its tensors."""
     for (name, layer), pair in pairs.items():
         rank = _lookup_pattern(
             config.get("rank_pattern"), _module_name(layer, name), config.get("r")
@@ -287,7 +310,8 @@ def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[st
         require(rank == len(pair["A"]), message)
     modules, layers = config.get("target_modules"), config.get("layers_to_transform")
     require(bool(pairs), "the adapter file has no tensors; export the adapters again")
-    if isinstance(modules, str):  # a regular expression: what it matches is what the file has
+    # With a regular expression, the modules in the file are taken as its matches.
+    if isinstance(modules, str):
         return
     if layers is None:
         layers = range(network.config.layers)
@@ -297,7 +321,8 @@ def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[st
     for name in modules or ():
         (target,) = choose_targets((name.rpartition(".")[2],), network.config, source)
         missing = [_module_name(layer, target) for layer in layers if (target, layer) not in pairs]
-        if "." in name:  # the full name of some layers' modules only
+        # A full name is that of some layers' modules only.
+        if "." in name:
             missing = []
         require(
             not missing,
@@ -307,7 +332,8 @@ def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[st
 
 
 def _lookup_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """What the first expression that matches the end of the module's name says; PEFT's own rule."""
+    """Returns the value of the first matching expression."""
+    # As in PEFT, an expression must match the end of the name.
     matches = (
         value for key, value in (pattern or {}).items() if re.match(_suffix_expression(key), module)
     )
@@ -315,6 +341,6 @@ def _lookup_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any
 
 
 def _adapter_scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """Factor on the product of the module's matrices."""
+    """Returns the factor on the product B A of a module."""
     alpha = _lookup_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)

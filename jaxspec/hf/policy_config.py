@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder as a `ModelSpec`, and back."""
+"""Conversion between config.json and `ModelSpec`."""
 
 import math
 from collections.abc import Mapping
@@ -40,19 +40,20 @@ JSON_KEYS = {
         )
     },
 }
-"""What settings that are read from a config.json are called there."""
+"""Keys of config.json by setting, for error messages."""
 
 
 def parse_policy_config(content: Mapping[str, Any], source: str, base: ModelConfig) -> ModelSpec:
-    """The policy that a config.json (`content`, at `source`) describes; path, ignore, dtype and
-    remat are those of `base`.
+    """Parses the config.json of a policy.
 
-    A `rope_factor` of `base` above 1 stretches the positions that the checkpoint allows for by
-    YaRN, in place of any scaling of its own.
+    Args:
+      content: content of the file.
+      source: name of the file in messages.
+      base: has path, ignore, dtype and remat of the policy. A rope_factor above 1 extends the
+        positions of the checkpoint by YaRN, in place of its own scaling.
 
     Raises:
-      ConfigError: an architecture that is not known, a key that is missing, or a value that is not
-        supported, by name.
+      ConfigError: the architecture is unknown, a key is missing, or a value is not supported.
     """
     keys = JsonObject(content, source)
     architecture = next(iter(keys.get_strings("architectures")), None)
@@ -81,6 +82,7 @@ def parse_policy_config(content: Mapping[str, Any], source: str, base: ModelConf
             require(
                 rope.context > 0, f"{source}: no key 'max_position_embeddings', {reason}; add it"
             )
+            # The new factor covers the old one, as YaRN scales from the unscaled context.
             factor = base.rope_factor * (rope.longest or rope.context * factor) / rope.context
             rope = RopeSpec(context=rope.context)
         return ModelSpec(
@@ -105,15 +107,16 @@ def parse_policy_config(content: Mapping[str, Any], source: str, base: ModelConf
 
 
 def _parse_family(keys: JsonObject, family: FamilySpec) -> FamilySpec:
+    """Parses the flags of an architecture."""
     if family.model_type == "qwen3_moe":
-        # by transformers 5
+        # Transformers 5 writes num_local_experts.
         alias = keys.get_int("num_local_experts") if keys.has_key("num_local_experts") else None
         experts, active = (keys.get_int("num_experts", alias), keys.get_int("num_experts_per_tok"))
         require(
             alias in (None, experts),
             f"{keys.source}: num_experts is {experts} and num_local_experts {alias}; correct one",
         )
-        # transformers' own default, for files that leave it out
+        # Transformers has the same default for norm_topk_prob.
         family = replace(
             family,
             experts=experts,
@@ -134,13 +137,13 @@ def _parse_family(keys: JsonObject, family: FamilySpec) -> FamilySpec:
 
 
 def refuse_sliding_window(keys: JsonObject) -> None:
-    """Raises ConfigError if some layers attend to a window only."""
+    """Raises ConfigError if a layer has sliding-window attention."""
     has_window = any(kind != "full_attention" for kind in keys.get_strings("layer_types"))
     if keys.get_bool("use_sliding_window", False):
         full_layers = keys.get_int("max_window_layers", 0, minimum=0)
-        # experts' layers all slide, whatever that key says
+        # Layers with experts ignore max_window_layers, and all have a window.
         has_window |= full_layers < keys.get_int("num_hidden_layers") or keys.has_key("num_experts")
-    remedy = "is not supported; only full attention is"
+    remedy = "is not supported; choose a model with full attention"
     require(
         not has_window,
         f"{keys.source}: sliding-window attention (use_sliding_window, layer_types) {remedy}",
@@ -148,7 +151,7 @@ def refuse_sliding_window(keys: JsonObject) -> None:
 
 
 def parse_head_size(keys: JsonObject, width: int, heads: int) -> int:
-    """The size of a head, by default the width over the heads."""
+    """Parses the size of a head. The default is width / heads."""
     message = (
         f"{keys.source}: no key 'head_dim', and hidden_size {width} is below num_attention_heads"
         f" {heads}; add it, or correct one of them"
@@ -158,15 +161,18 @@ def parse_head_size(keys: JsonObject, width: int, heads: int) -> int:
 
 
 def parse_rope(keys: JsonObject, ignore: bool = False) -> tuple[float, float, RopeSpec]:
-    """Base, factor and kind of the rotary positions, in the old form (rope_theta, rope_scaling) or
-    that of transformers 5; `ignore` is as in `check_keys`."""
+    """Parses the base, factor and kind of rotary positions.
+
+    Reads the format of transformers 4 (rope_theta, rope_scaling) and that of transformers 5.
+    `ignore` allows unknown keys.
+    """
     source = keys.source
     scaling = _find_scaling(keys)
     theta = scaling.get_float("rope_theta", keys.get_float("rope_theta", 10_000.0))
     require(
         theta == keys.get_float("rope_theta", theta),
         f"{scaling.source}: rope_theta is {theta:g}, and {keys.content.get('rope_theta')} outside;"
-        " readers differ in which they take: correct one",
+        " libraries differ in the one that they use: correct one",
     )
     max_positions = (
         int(keys.get_float("max_position_embeddings"))
@@ -179,6 +185,7 @@ def parse_rope(keys: JsonObject, ignore: bool = False) -> tuple[float, float, Ro
         f"{scaling.source}: rope_type is {format_value(kind)} and type"
         f" {format_value(scaling.content.get('type'))}; correct one",
     )
+    # Other kinds are refused below, with a message that lists the known ones.
     if kind in ROPE_KEYS:
         check_keys(scaling, ROPE_KEYS[kind], ignore)
     if kind == "default":
@@ -204,6 +211,7 @@ def parse_rope(keys: JsonObject, ignore: bool = False) -> tuple[float, float, Ro
         " max_position_embeddings; add one"
     )
     require(original > 0 or kind == "linear", message)
+    # YaRN's factor follows from the two lengths if it is not stated.
     implied_factor = max_positions / original if kind == "yarn" and max_positions else None
     require(
         scaling.has_key("factor") or implied_factor is not None,
@@ -220,6 +228,7 @@ def parse_rope(keys: JsonObject, ignore: bool = False) -> tuple[float, float, Ro
         f"{description}; positions are stretched by 1 or more times"
         f" original_max_position_embeddings {original}: correct one",
     )
+    # Files often keep the unscaled length, so only one beyond original * factor counts.
     max_positions = max_positions if max_positions > original * factor else 0
     rope = RopeSpec(kind=kind, context=original, longest=max_positions)  # pyright: ignore[reportArgumentType]
     if kind == "llama3":
@@ -247,29 +256,27 @@ def parse_rope(keys: JsonObject, ignore: bool = False) -> tuple[float, float, Ro
 
 
 def _find_scaling(keys: JsonObject) -> JsonObject:
-    """The object about positions, under either of its names."""
+    """Returns the object with the rope scaling, under either of its names."""
     entries = [
         keys.get_object(key) for key in ("rope_parameters", "rope_scaling") if keys.has_key(key)
     ]
     entries = [entry for entry in entries if entry.content] or [keys.get_object("rope_scaling")]
-    # the base may stand outside, and the kind has two names
+    # The kind has two names, and the base may be outside, so these may differ.
     contents = [
         {"rope_type": entry.content.get("type"), **entry.content, "type": None, "rope_theta": None}
         for entry in entries
     ]
     require(
         contents[0] == contents[-1],
-        f"{keys.source}: rope_parameters and rope_scaling differ, and so do readers in which they"
-        " take; correct one",
+        f"{keys.source}: rope_parameters and rope_scaling differ, and libraries differ in the one"
+        " that they use; correct one",
     )
     return entries[0]
 
 
 def _parse_attention_factor(scaling: JsonObject, factor: float) -> float:
-    """YaRN's factor on cosines and sines where the file sets it; else 0.
-
-    It is a number for transformers, or `attn_factor` times the usual one for vLLM and SGLang.
-    """
+    """Parses YaRN's factor on cosines and sines. 0 = not stated."""
+    # Transformers reads this factor. vLLM and SGLang multiply attn_factor by YaRN's default.
     explicit, default = _explicit_factor(scaling, factor), yarn_attention_factor(factor)
     if not scaling.has_key("attn_factor"):
         return explicit
@@ -284,14 +291,15 @@ def _parse_attention_factor(scaling: JsonObject, factor: float) -> float:
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """YaRN's own factor on cosines and sines (arXiv 2309.00071, equation 22)."""
+    """Computes YaRN's default attention factor (arXiv 2309.00071, equation 22)."""
     return 0.1 * math.log(factor) + 1
 
 
 def _explicit_factor(scaling: JsonObject, factor: float) -> float:
-    """The factor as transformers reads it: a number, or by DeepSeek's mscale; else 0."""
+    """Returns the attention factor as transformers reads it. 0 = not stated."""
     if scaling.has_key("attention_factor"):
         return scaling.get_float("attention_factor")
+    # DeepSeek states two scales instead, of which transformers uses the quotient.
     if scaling.content.get("mscale") and scaling.content.get("mscale_all_dim"):
         numerator, denominator = (
             0.1 * scaling.get_float(key) * math.log(factor) + 1
@@ -302,7 +310,7 @@ def _explicit_factor(scaling: JsonObject, factor: float) -> float:
 
 
 def architecture_name(config: ModelSpec) -> str:
-    """The name of a model's class in config.json."""
+    """Returns the class name of a model in transformers."""
     return next(
         name
         for name, entry in ARCHITECTURES.items()
@@ -313,10 +321,10 @@ def architecture_name(config: ModelSpec) -> str:
 def policy_config_json(
     config: ModelSpec, dtype: str, special_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """config.json of a policy with weights of `dtype`, in the form that transformers (4 and 5),
-    vLLM and SGLang read alike.
+    """Builds the config.json of a policy with weights of `dtype`.
 
-    `special_ids` are added as they are: eos_token_id and the like.
+    Transformers 4 and 5, vLLM and SGLang can read it. `special_ids` are added unchanged, such as
+    eos_token_id.
     """
     family = config.family
     content: dict[str, Any] = {
@@ -359,8 +367,7 @@ def policy_config_json(
 
 
 def rope_json(config: ModelSpec) -> dict[str, Any]:
-    """The keys of config.json about positions; stretched ones allow for the context times the
-    factor."""
+    """Builds the keys of config.json for rotary positions."""
     rope, factor = config.rope, config.rope_factor
     context = {"max_position_embeddings": config.max_positions} if config.max_positions else {}
     content = {"rope_theta": config.rope_theta, "rope_scaling": None, **context}
@@ -384,6 +391,7 @@ def rope_json(config: ModelSpec) -> dict[str, Any]:
         }
         if rope.attention_factor:
             default = yarn_attention_factor(factor)
+            # Transformers reads the first, vLLM and SGLang the second.
             scaling |= {
                 "attention_factor": rope.attention_factor,
                 "attn_factor": rope.attention_factor / default,

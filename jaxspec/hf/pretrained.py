@@ -1,5 +1,8 @@
-"""Weights from and to Hugging Face folders: found, checked before any device memory is used, read
-straight to their final sharding."""
+"""Loading and saving of Hugging Face checkpoints.
+
+Checkpoints are checked before any device memory is used. Weights are then read directly into their
+final sharding.
+"""
 
 import functools
 import hashlib
@@ -45,24 +48,30 @@ from jaxspec.system.files import expand_user_path
 
 CONFIG_FILE = "config.json"
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
-"""Tensors that have a row for each token."""
+"""Names of the tensors with one row for each token."""
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-"""PEFT's names."""
+"""File names of PEFT."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _SAMPLE_BYTES, _SAMPLE_COUNT = 2**12, 2**10
-"""Bytes of a sample, and samples of a file, in a fingerprint."""
+"""Bytes of each sample, and number of samples of a file, in a fingerprint."""
 
 
 def find_folder(path: str, setting: str) -> Path:
-    """The local folder of a checkpoint; one on the hub is downloaded into the hub's own cache
-    first.
+    """Finds the local folder of a checkpoint.
+
+    Downloads the checkpoint into the hub's cache first if `path` is an id on the hub.
+
+    Args:
+      path: folder, or id on the hub.
+      setting: name of the setting in messages.
 
     Raises:
-      ConfigError: there is no such folder, or it cannot be downloaded; `setting` is named.
+      ConfigError: there is no such folder, or it cannot be downloaded.
     """
     folder = expand_user_path(path, setting)
     if folder.is_dir():
         return folder
+    # An id has the form OWNER/NAME. A relative path may look alike, so folders were tried first.
     is_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     missing = (
         f"{setting} {path}: no such"
@@ -71,36 +80,42 @@ def find_folder(path: str, setting: str) -> Path:
     require(is_id, f"{missing}; give the folder of a checkpoint in safetensors")
     try:
         return _download_snapshot(path)
-    # all that the hub's library raises for want of a network, a repository or a right
+    # The hub's library raises these if it lacks a network, the repository or a permission.
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"{missing}, and the hub cannot give it ({reason}); download it elsewhere and give its"
-            " folder"
+            f"{missing}, and the download from the hub failed ({reason}); download it elsewhere and"
+            " give its folder"
         ) from error
 
 
 def absolute_path(path: str) -> str:
-    """The path from anywhere of a folder that `find_folder` has found; an id on the hub as it
-    is."""
+    """Makes the path of a checkpoint's folder absolute. Returns ids on the hub unchanged."""
     folder = expand_user_path(path, "checkpoint")
     return str(folder) if folder.is_dir() else path
 
 
+# Cached, so that the whole run reads one revision.
 @functools.cache
 def _download_snapshot(name: str) -> Path:
-    """The hub is asked once, so that all of a run reads one revision."""
+    """Downloads a checkpoint and returns its folder."""
+    # Imported here, because checkpoints in local folders do not need it.
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
 
 
 def make_adapter_merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decoder]:
-    """Reads a PEFT folder, and returns what merges its adapters into a policy of these shapes,
-    whose arrays it consumes.
+    """Makes a function that merges PEFT adapters.
+
+    The function takes a policy, whose arrays it consumes, and returns the merged policy.
+
+    Args:
+      path: folder of the adapters.
+      shapes: shapes of the policy.
 
     Raises:
-      ConfigError: there is no such folder, or its adapters are not for this policy.
+      ConfigError: there is no such folder, or its adapters do not fit the policy.
     """
     folder = find_folder(path, "lora.path")
     stored_tensors = open_tensors(folder, ADAPTER_FILE)
@@ -111,6 +126,7 @@ def make_adapter_merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decod
         changes = adapter_changes(shapes, tensors, read_json(folder / ADAPTER_CONFIG_FILE))
 
     def merge(policy: Decoder) -> Decoder:
+        # Donation lets the merged weights reuse the policy's memory.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, policy)
         return jax.jit(add_changes, donate_argnums=0, out_shardings=shardings)(policy, changes)
 
@@ -118,8 +134,9 @@ def make_adapter_merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decod
 
 
 def fingerprint_checkpoint(path: str) -> str:
-    """A digest of a checkpoint's settings and of samples of its weights: other weights have another
-    one, and nothing is read whole."""
+    """Hashes a checkpoint's configs and weights."""
+    # Checkpoints have many gigabytes, so only samples are read. They suffice, because training
+    # changes numbers everywhere.
     digest, folder = hashlib.sha256(), find_folder(path, "checkpoint")
     for file in sorted(
         file
@@ -137,10 +154,12 @@ def fingerprint_checkpoint(path: str) -> str:
 
 
 def load_policy_config(base: ModelConfig) -> ModelSpec:
-    """The policy that `base.path` describes, in the type and with the stretching of `base`.
+    """Reads the config of the policy at `base.path`.
+
+    The dtype, the rope factor and other settings come from `base`, as in `parse_policy_config`.
 
     Raises:
-      ConfigError: as `find_folder` and `policy_config.parse_policy_config` do.
+      ConfigError: as `find_folder` and `parse_policy_config` do.
     """
     file = find_folder(base.path, "model.path") / CONFIG_FILE
     with prefix_errors(f"model.path {base.path}"):
@@ -151,24 +170,30 @@ def load_policy_config(base: ModelConfig) -> ModelSpec:
 def open_policy_checkpoint(
     config: ModelSpec, abstract: PyTree, vocab_rows: int = 0
 ) -> "HfCheckpoint":
-    """The checkpoint of `config.path`, checked against the shapes of `abstract`; MTP layers in it
-    are left to drafts.
+    """Opens and checks the checkpoint at `config.path`.
 
-    Its vocabulary has `vocab_rows` rows, which are padded or cut to those of `config`; 0: those.
+    Args:
+      config: policy in the checkpoint.
+      abstract: shapes, dtypes and shardings of the policy.
+      vocab_rows: vocabulary rows of the checkpoint, which are padded or cut to those of `config`.
+        0 = no change.
+
+    Raises:
+      ConfigError: as `find_folder`, `open_tensors` and `HfCheckpoint` do.
     """
     folder = find_folder(config.path, "model.path")
     tensors = open_tensors(folder)
     for name in (EMBEDDING_NAME, HEAD_NAME):
         if name in tensors and tensors[name].shape[:1] == (vocab_rows,):
             tensors[name] = tensors[name].resize_rows(config.vocab)
+    # Multi-token-prediction layers are no weights of the policy. Drafts read them separately.
     for name in select_mtp_names(list(tensors), config.layers):
         del tensors[name]
     return HfCheckpoint(folder, tensors, policy_mappings(config), abstract, config.ignore)
 
 
 class HfCheckpoint:
-    """The tensors of a folder that fill a network by a table of rows; all of them have been
-    checked."""
+    """Checkpoint whose tensors have been checked against a network."""
 
     def __init__(
         self,
@@ -178,16 +203,23 @@ class HfCheckpoint:
         abstract: PyTree,
         ignore: bool,
     ) -> None:
-        """Looks at the headers of the files only; `abstract` has the network's shapes, types and
-        shardings.
+        """Checks the headers of the tensors.
+
+        Args:
+          folder: folder of the checkpoint, for messages.
+          tensors: tensors of the checkpoint, by name.
+          mappings: mappings of the network's weights.
+          abstract: shapes, dtypes and shardings of the network.
+          ignore: allows unknown tensors.
 
         Raises:
-          ConfigError: names the tensors that are missing, have another shape, are not floats, or
-            (unless `ignore`) are not known.
+          ConfigError: tensors are missing, unknown, quantized, no floats, or of another shape.
         """
+        # Comes first. Packed weights also have other shapes, but that error would hide the cause.
         refuse_quantized(folder, tensors)
         self._abstract, self._tensors = abstract, tensors
         leaves = leaves_by_path(abstract)
+        # Checked before entries are made. A wrong count in config.json could make billions of them.
         for mapping in mappings:
             check_tensor_count(
                 mapping, leaves[mapping.weight_path].shape, len(tensors), str(folder)
@@ -205,10 +237,12 @@ class HfCheckpoint:
         self.bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
 
     def load(self, progress: Callable[[int], None]) -> PyTree:
-        """The network on its devices: each process reads the slices that its own devices hold, one
-        weight after the other.
+        """Loads the network onto its devices.
 
-        `progress` is told the bytes that are in place.
+        Each process reads only the slices of its own devices.
+
+        Args:
+          progress: called after each weight with the number of bytes loaded so far.
         """
         loaded_bytes, weights = 0, {}
         for name, leaf in leaves_by_path(self._abstract).items():
@@ -218,6 +252,7 @@ class HfCheckpoint:
         return jax.tree.unflatten(jax.tree.structure(self._abstract), list(weights.values()))
 
     def _load_weight(self, entries: list[TensorEntry], leaf: Any) -> jax.Array:
+        """Loads one weight onto its devices."""
         mapping, tensors = (
             entries[0].mapping,
             {entry.leading_index: self._tensors[entry.name] for entry in entries},
@@ -225,6 +260,7 @@ class HfCheckpoint:
         shards = []
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             shards.append(jax.device_put(_load_slice(mapping, tensors, leaf, index), device))
+        # Transfers are asynchronous. Waiting keeps the host copies of at most one weight in memory.
         return jax.block_until_ready(
             jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
         )
@@ -236,7 +272,7 @@ def _load_slice(
     leaf: Any,
     index: tuple[slice, ...],
 ) -> np.ndarray:
-    """A slice of our weight in our type, from the tensors that hold parts of it."""
+    """Reads a slice of a weight in its dtype."""
     ranges = [
         range(*axis_slice.indices(size)) for axis_slice, size in zip(index, leaf.shape, strict=True)
     ]
@@ -245,6 +281,7 @@ def _load_slice(
     )
     weight = np.empty([len(axis_range) for axis_range in ranges], leaf.dtype)
     for leading_index in product(*ranges[: mapping.leading_ndim]):
+        # Positions in the result count from the start of the slice.
         target = tuple(
             number - axis_range.start
             for number, axis_range in zip(leading_index, ranges, strict=False)
@@ -256,11 +293,12 @@ def _load_slice(
 def _check_tensors(
     folder: Path, entries: list[TensorEntry], tensors: Mapping[str, StoredTensor], ignore: bool
 ) -> None:
+    """Checks the names, dtypes and shapes of tensors."""
     entries_by_name = {entry.name: entry for entry in entries}
     missing = join_names([name for name in entries_by_name if name not in tensors])
     require(
         not missing,
-        f"{folder} lacks tensors that its config.json calls for: {missing}; download it again, or"
+        f"{folder} lacks tensors that its config.json requires: {missing}; download it again, or"
         " correct config.json",
     )
     non_floats = join_names(
@@ -289,7 +327,7 @@ def _check_tensors(
         name for name in tensors if REDUNDANT_NAME.fullmatch(name)
     }
     head, embedding = HEAD_NAME, EMBEDDING_NAME
-    # a tied head that was written all the same
+    # Some programs write a tied head, too. It must equal the embedding, or the config is wrong.
     if head in tensors and head not in known_names and embedding in known_names:
         comparable = (
             tensors[head].shape == tensors[embedding].shape and tensors[head].dtype in FLOAT_DTYPES
@@ -312,8 +350,11 @@ def _check_tensors(
 def stream_tensors(
     mappings: Sequence[WeightMapping], network: PyTree, dtype: Any
 ) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """The tensors of a checkpoint, each with its bytes in `dtype` and what makes it, for
-    `tensor_files.write_tensors`."""
+    """Yields the tensors of a network for `tensor_files.write_tensors`.
+
+    Yields:
+      The name of a tensor, its bytes in `dtype`, and a function that makes it.
+    """
     leaves = leaves_by_path(network)
     for mapping in mappings:
         for entry in tensor_entries(mapping, leaves[mapping.weight_path].shape):
@@ -325,4 +366,6 @@ def stream_tensors(
 
 
 def _defer_conversion(entry: TensorEntry, leaf: Any, dtype: Any) -> Callable[[], np.ndarray]:
+    """Returns a function that converts one tensor."""
+    # A tensor is copied from its device only when it is written, to save host memory.
     return lambda: to_tensor(entry.mapping, np.asarray(leaf[entry.leading_index])).astype(dtype)

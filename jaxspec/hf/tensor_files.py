@@ -1,5 +1,7 @@
-"""Safetensors files: what is in a folder, checked before anything is read; slices of tensors
-without a copy; and writing them."""
+"""Reading and writing of safetensors files.
+
+Files are checked before any tensor is read, and parts of a tensor are read without the rest.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,26 @@ from jaxspec.inputs.json_keys import format_name, format_value, join_names, load
 
 WEIGHTS_FILE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-"""Larger weights are written as several files with an index."""
+"""Largest size of one file. Larger checkpoints are split and get an index."""
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
+# For F64, the bits of the smallest number that is infinite in float32.
 _INFINITY_BITS = {"F64": 0x47EFFFFFF << 28, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
-"""The bits of infinity by type; those of NaN are above it, those of every finite number that is not
-negative below. Of 64 bits, those of the least number that is infinite in float32."""
+"""Bits of infinity, by dtype."""
 
 
 def _is_finite(array: np.ndarray, dtype: str) -> bool:
-    """Whether a tensor of that type has neither NaN nor infinity in float32; only floats of 16 bits
-    or more are looked at.
+    """Whether a tensor is finite in float32.
 
-    The maxima of its bits read with a sign, for numbers that are not negative, and without one, for
-    the others, tell. NumPy finds those of 16 bits ten times as fast as it asks each number, and
-    they take no memory.
+    True for dtypes other than floats of 16 bits or more.
     """
     infinity, bits = _INFINITY_BITS.get(dtype), 8 * array.dtype.itemsize
     if infinity is None or not array.size:
         return True
+    # As integers, the bits of a float ascend with its magnitude, and NaN is above infinity. The
+    # signed maximum finds the largest positive number, the unsigned one the largest negative. For
+    # 16-bit floats NumPy is ten times as fast this way as with `isfinite`, and needs no memory.
     signed_max, unsigned_max = (
         array.view(f"i{bits // 8}").max(),
         array.view(f"u{bits // 8}").max(),
@@ -46,24 +48,25 @@ def _is_finite(array: np.ndarray, dtype: str) -> bool:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in an open file, of which only the header has been read."""
+    """Tensor in an open file, not yet read."""
 
     file: Path
     reader: Any
     name: str
     dtype: str
-    """As safetensors spells it: BF16, F32, ..."""
+    """Dtype as safetensors spells it, such as BF16 or F32."""
     shape: tuple[int, ...]
 
     def resize_rows(self, rows: int) -> StoredTensor:
-        """The tensor with so many rows: zeros are added at the end, or rows left out there."""
+        """Pads the tensor with zero rows, or cuts it."""
+        # Only the shape changes here. `read` sees the difference from the file and pads or cuts.
         return self._replace(shape=(rows, *self.shape[1:]))
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """The part of the tensor at `index`; nothing else is read.
+        """Reads the part of the tensor at `index`, and nothing else.
 
         Raises:
-          ConfigError: it has NaN, or what is infinite in float32; file and tensor are named.
+          ConfigError: the part has NaN, or numbers that are infinite in float32.
         """
         stored_slice = self.reader.get_slice(self.name)
         if tuple(stored_slice.get_shape()) != self.shape:
@@ -72,9 +75,10 @@ class StoredTensor(NamedTuple):
         return self._require_finite(values)
 
     def _read_rows(self, stored_rows: int, index: tuple[slice, ...]) -> np.ndarray:
-        """The part of a tensor whose file holds another number of rows."""
+        """Reads a part of a padded or cut tensor."""
         start, stop, _ = index[0].indices(self.shape[0])
-        # an empty slice has the type and the other axes
+        # Stays within the stored rows. A range in the padding reads the last one, for its dtype and
+        # other axes, and drops it.
         stored_range = slice(
             min(start, stored_rows - 1), max(min(stop, stored_rows), min(start, stored_rows - 1))
         )
@@ -85,6 +89,7 @@ class StoredTensor(NamedTuple):
         return padded
 
     def _require_finite(self, values: np.ndarray) -> np.ndarray:
+        """Raises ConfigError if values are not finite."""
         message = (
             f"{self.file}: the tensor {format_name(self.name)} has values that are not finite"
             " (NaN, or infinity in float32)"
@@ -98,15 +103,18 @@ class StoredTensor(NamedTuple):
 
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Types of weights that can be read."""
+"""Supported dtypes of weights."""
 INTEGER_DTYPES = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
 
 
 def check_tensor_header(
     tensor: StoredTensor, dtypes: tuple[str, ...] = FLOAT_DTYPES, ranks: tuple[int, ...] = (1, 2)
 ) -> None:
-    """Raises ConfigError for a tensor of another type or number of axes, or of no numbers at all;
-    only its header is looked at."""
+    """Checks a tensor's dtype and shape.
+
+    Raises:
+      ConfigError: the tensor has another dtype, another number of axes, or no elements.
+    """
     name = f"{tensor.file}: the tensor {format_name(tensor.name)}"
     remedy = (
         "give weights that are not quantized"
@@ -129,14 +137,17 @@ def check_tensor_header(
 _PACKED_NAME = re.compile(
     r".*\.(qweight|qzeros|weight_packed|weight_scale\w*|SCB|weight\.(absmax|quant_map|quant_state.*))"
 )
-"""Tensors that packed weights have: of GPTQ and AWQ, compressed-tensors, FP8, modelopt,
-bitsandbytes."""
+"""Names of tensors of quantized weights.
+
+They are those of GPTQ, AWQ, compressed-tensors, FP8, modelopt and bitsandbytes.
+"""
 
 
 def refuse_quantized(folder: Path, names: Iterable[str]) -> None:
-    """Raises ConfigError if the files or tensors of a folder say that its weights are quantized.
+    """Checks that weights are not quantized.
 
-    Packed weights have other shapes too, so this comes before shapes are looked at.
+    Raises:
+      ConfigError: a file or tensor name shows that the weights are quantized.
     """
     remedy = "give weights that are not quantized"
     file = folder / "hf_quant_config.json"
@@ -144,21 +155,23 @@ def refuse_quantized(folder: Path, names: Iterable[str]) -> None:
         algorithm = load_json_object(file).get_object("quantization").content.get("quant_algo")
         require(algorithm is None, f"{file}: quant_algo is {format_value(algorithm)}; {remedy}")
     packed = join_names([name for name in names if _PACKED_NAME.fullmatch(name)])
-    require(not packed, f"{folder} holds what goes with quantized weights: {packed}; {remedy}")
+    require(not packed, f"{folder} holds tensors of quantized weights: {packed}; {remedy}")
 
 
 def open_tensors(folder: Path, name: str = WEIGHTS_FILE) -> dict[str, StoredTensor]:
-    """Looks up every tensor of a folder: those of its index, or of the file `name`.
+    """Opens the tensors of a folder.
+
+    Reads the files that an index lists, or the file `name` if there is no index.
 
     Raises:
-      ConfigError: names the file that is missing, truncated, damaged or a pickle, or the files of
-        two sets of weights, and what to do.
+      ConfigError: a file is missing, damaged or a pickle, or there are two sets of weights.
     """
     index_file = folder / f"{name}.index.json"
     if index_file.is_file():
         return _open_indexed(folder, index_file)
     file = folder / name
     if not file.is_file():
+        # Loading a pickle can run any code, so these files are named but never read.
         pickles = sorted(
             pickle_file.name for pattern in _PICKLE_PATTERNS for pickle_file in folder.glob(pattern)
         )
@@ -179,10 +192,12 @@ def open_tensors(folder: Path, name: str = WEIGHTS_FILE) -> dict[str, StoredTens
 
 
 def _refuse_second_set(folder: Path, name: str, read_files: set[str]) -> None:
-    """Raises ConfigError if a folder holds files of `name` beside those that would be read.
+    """Checks for a second set of weights.
 
-    Readers differ in which of two sets they take, and either may be the older one.
+    Raises:
+      ConfigError: there are files called `name`, or its shards, besides `read_files`.
     """
+    # Libraries differ in the set that they prefer, and either may be out of date.
     stem = re.escape(name.removesuffix(".safetensors"))
     shard = re.compile(rf"{stem}-\d+-of-\d+\.safetensors")
     other_files = sorted(
@@ -199,30 +214,32 @@ def _refuse_second_set(folder: Path, name: str, read_files: set[str]) -> None:
         remedy = f"leave the set that is meant, and move {name} or {index_name} to another folder"
     require(
         not other_files,
-        f"{folder} holds two sets of weights ({description}; and {join_names(other_files)}), of"
-        f" which one may be of another training: {remedy}",
+        f"{folder} holds two sets of weights ({description}; and {join_names(other_files)}), and"
+        f" one may be from another training: {remedy}",
     )
 
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pth")
 _WEIGHT_PATTERNS += ("*.gguf", "tf_model*.h5", "flax_model*.msgpack")
-"""Files of weights in a folder, in the forms of all libraries; the state of a trainer is none."""
+"""Patterns of weight files in the formats of all libraries. Trainer states do not match."""
 
 
 def list_unread_weights(folder: Path, name: str = WEIGHTS_FILE) -> list[str]:
-    """Names the files of weights in a folder that `open_tensors` does not read."""
+    """Lists weight files that `open_tensors` does not read."""
     read_files = {tensor.file.name for tensor in open_tensors(folder, name).values()}
     weight_files = {file.name for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern)}
     return sorted(weight_files - read_files)
 
 
 def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
+    """Opens the tensors that an index lists."""
     shards_by_tensor = load_json_object(index_file).get_object("weight_map").content
     require(
         bool(shards_by_tensor),
         f"{index_file}: no key 'weight_map' that maps tensors to files; download it again",
     )
     for tensor, shard in shards_by_tensor.items():
+        # A path in a downloaded index could lead to any file on this machine.
         entry_message = (
             f"weight_map has {format_value(tensor)} in {format_value(shard)}, which is not the"
             " plain name of a file beside it"
@@ -243,6 +260,7 @@ def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
             f"{folder / shard} lacks the tensor {format_name(tensor)}, which {index_file.name}"
             " places there; download it again",
         )
+    # Two copies of a tensor may differ, as where shards of different checkpoints were mixed.
     for shard, header in headers.items():
         for tensor in header:
             listed_shard = shards_by_tensor.get(tensor, shard)
@@ -255,24 +273,25 @@ def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
 
 
 def _is_plain_name(name: Any) -> bool:
-    """Whether a name that a file states can only be that of a file in the same folder."""
+    """Whether a name refers to a file in the same folder."""
     return (
         isinstance(name, str)
         and name.isprintable()
         and not {"/", "\\"} & set(name)
         and name not in ("", ".", "..")
+        # Most file systems refuse names of more than 255 bytes.
         and len(name) < 200
     )
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file."""
+    """Opens one file and reads its header."""
     try:
         reader = safe_open(str(file), "np")
         slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  # no dict
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"{file}: truncated or damaged, or no safetensors file ({format_name(str(error))});"
+            f"{file}: truncated or damaged, or not a safetensors file ({format_name(str(error))});"
             " download it again"
         ) from error
     return {
@@ -288,11 +307,19 @@ def write_tensors(
     tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]],
     name: str = WEIGHTS_FILE,
 ) -> Iterator[str]:
-    """Writes tensors (name, bytes, what makes it), in files of at most `SHARD_BYTES` or one tensor
-    each; yields the names as they are made.
+    """Writes tensors and yields their names.
 
-    No more than one file's tensors are in memory at a time. A single file is called `name`; several
-    get numbers and an index.
+    A file has at most `SHARD_BYTES`, but a larger tensor has a file of its own. A single file is
+    called `name`. Several files get numbers and an index. At most one file's tensors are in memory
+    at a time.
+
+    Args:
+      folder: folder to write to.
+      tensors: name and bytes of each tensor, and a function that makes it.
+      name: file name.
+
+    Yields:
+      The name of each tensor once it is made.
     """
     shards: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
     shard_bytes = total = 0
@@ -303,12 +330,14 @@ def write_tensors(
         shard_bytes, total = shard_bytes + size, total + size
     stem, suffix = name.removesuffix(".safetensors"), ".safetensors"
     files_by_tensor: dict[str, str] = {}
+    # File names contain the number of files, so sizes are planned before any tensor is made.
     for number, shard in enumerate(shards, start=1):
         file = name if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
         arrays: dict[str, np.ndarray] = {}
         for tensor, make_array in shard:
             arrays[tensor], files_by_tensor[tensor] = np.ascontiguousarray(make_array()), file
             yield tensor
+        # Transformers refuses files that do not state a format in their metadata.
         save_file(arrays, folder / file, {"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files_by_tensor}
