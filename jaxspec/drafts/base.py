@@ -1,5 +1,8 @@
-"""What a kind of draft is: the `Draft` that the engine asks for tokens, and the `Kind` that says
-how it is built, loaded, trained and exported."""
+"""Interfaces of a draft.
+
+`Draft` holds the functions that the engine calls to get tokens. `Kind` holds the functions that
+build, load, train and export a draft.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,46 +18,54 @@ from jaxspec.models.cache import KVCache
 from jaxspec.state import PyTree
 
 Sampler = Callable[..., Int[Array, " B"]]
-"""(draft logits [B W], offset in the block, the target's ids of their tokens [W] or None) ->
-tokens. None, the default: the logits are over the target's vocabulary."""
+"""Draws one token per row.
+
+Arguments: draft logits [B W], offset in the block, the target's ids of the logits' tokens [W]. Ids
+of None (the default) mean that the logits cover the target's vocabulary.
+"""
 
 
 class Proposal(NamedTuple):
-    """Tokens for each row, and the logits they were drawn from."""
+    """Draft tokens of each row, and the logits they were drawn from."""
 
     tokens: Int[Array, "B K"]
     """Ids of the target's vocabulary."""
     logits: Float[Array, "B K W"] | None
-    """None: nothing was drawn, the tokens follow from the prefix alone; a single row says so with
-    one finite logit a position."""
+    """None if the tokens are deterministic given the prefix.
+
+    A single row signals this with one finite logit per position.
+    """
     lengths: Int[Array, " B"]
-    """How many of them are offered, 0..K: a function of the prefix, never of a token that was
-    drawn; the rest is not looked at."""
+    """Number of valid draft tokens, 0..K. The tokens after them are ignored."""
+    # Lengths may depend on the prefix only. A length that depended on a drawn token would bias
+    # which drafts reach verification, and sampling would no longer be exact.
     ids: Int[Array, " W"] | None = None
-    """The target's ids of the logits' tokens, ascending; None: they are over its vocabulary."""
+    """The target's ids of the logits' tokens, ascending. None for the target's vocabulary."""
 
 
 class Context(NamedTuple):
-    """What is committed: all that a draft may depend on. R rows, of which B are in slots; rows of a
-    group are adjacent."""
+    """Committed text, which is all that a draft may depend on.
+
+    There are R rows, B of them in slots. Rows of a group are adjacent.
+    """
 
     tokens: Int[Array, "R S"]
-    """Prompt and response so far of every row; zeros beyond its end."""
+    """Prompt and response so far of every row, padded with zeros."""
     lengths: Int[Array, " B"]
-    """Tokens of each slot's row that it may look at; 0 where no row is running."""
+    """Committed tokens of each slot's row; 0 for a slot without a running row."""
     slot_rows: slice | Int[Array, " B"] = slice(None)
-    """The row in each slot; a slice: slot b has row b."""
+    """Row index of each slot. A slice means that slot b has row b."""
     row_lengths: Int[Array, " R"] | None = None
-    """Tokens of every row; None: `lengths`."""
+    """Tokens of every row. None means that `lengths` has them."""
 
     def row_indices(self) -> Int[Array, " B"]:
-        """The row in each slot; for an empty slot, the last one."""
+        """Returns the row index of each slot, or the last row for an empty slot."""
         if isinstance(self.slot_rows, slice):
             return jnp.arange(len(self.lengths), dtype=jnp.int32)
         return jnp.minimum(self.slot_rows, len(self.tokens) - 1)
 
     def tokens_at(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """Tokens at some positions of each slot's row; beyond its buffer, the last one there."""
+        """Returns the tokens at the given positions, clipped to the row's buffer."""
         if isinstance(self.slot_rows, slice):
             return jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
         return self.tokens[
@@ -62,96 +73,104 @@ class Context(NamedTuple):
         ]
 
     def slot_tokens(self) -> Int[Array, "B S"]:
-        """The whole row of each slot."""
+        """Returns the token buffer of each slot's row."""
         return self.tokens if isinstance(self.slot_rows, slice) else self.tokens[self.row_indices()]
 
 
 class Committed(NamedTuple):
-    """What a round committed: the verified block, of which each row keeps the first `lengths`
-    positions."""
+    """Verified block of a round. Each row keeps its first `lengths` positions."""
 
     tokens: Int[Array, "B K1"]
-    """Token following each block position (the drafts kept, then next_token)."""
+    """Token after each block position: the accepted drafts, then `next_token`."""
     features: Float[Array, "B K1 C"]
-    """What the target's own pass gives at each block position: its taps for a draft that has
-    `taps`, else its final-norm hidden states."""
+    """Target features at each block position.
+
+    These are the aux hidden states of a draft with `taps`, else the final-norm hidden states.
+    """
     positions: Int[Array, "B K1"]
     lengths: Int[Array, " B"]
 
 
 class Draft(NamedTuple):
-    """Pure functions over an explicit state; `network` is whatever the draft learns, `target` lends
-    its embedding and head.
+    """Pure functions of a draft over an explicit state.
 
-    The first axis of everything in a state is rows, which may be repeated, moved and exchanged.
-    A draft's keys and values are not in its state: they lie beside the target's, in the same
-    layout.
+    `network` holds the draft's own weights. `target` provides its embedding and head. The first
+    axis of every state leaf is rows, which may be repeated, moved and exchanged. Keys and values of
+    the draft are kept outside its state, in a cache laid out like the target's.
 
-    What it proposes is a function of the committed text alone (its own row's, and for look-up that
-    of other answers to the prompt): rounds of other lengths, or of none, leave no trace in it.
+    A proposal depends on the committed text only: the row's own, and for look-up that of other
+    answers to the prompt. Rounds of another length, or without drafts, do not change it.
     """
 
     max_length: int
-    """The most tokens a round (K)."""
+    """Maximum number of draft tokens per round (K)."""
     taps: tuple[int, ...]
-    """Boundaries at which it reads the target's residual stream; none: it reads the final-norm
-    hidden states."""
+    """Layer boundaries whose residual stream it reads. Empty for the final-norm hidden states."""
     is_stochastic: bool
-    """Whether some of its tokens are drawn from logits."""
+    """Whether it draws tokens from logits."""
     empty_cache: Callable[[PyTree, int, int], KVCache | None]
-    """(network, rows, positions) -> a cache for the draft's own layers; None: it has none."""
+    """(network, rows, positions) -> empty cache of the draft's layers, or None without layers."""
     init_state: Callable[..., PyTree]
-    """(network, target, prompts of n groups) -> state of n rows, of which nothing is read yet."""
+    """(network, target, prompts of n groups) -> initial state of n rows."""
     prefill: Callable[..., tuple[PyTree, KVCache | None]]
-    """(network, target, state of H texts, cache with a table for N pieces, pieces, features
-    [N T C]) -> (state, cache): reads known text along with the target, whose features are given.
-    The target reads up to the last token but one; of the position before a piece it is known
-    what `state` or the piece before says."""
+    """(network, target, state of H texts, cache, pieces, features [N T C]) -> (state, cache).
+
+    Reads known text along with the target, whose `features` are given. The cache has a table for N
+    pieces. The target stops one token before the last. For the position before a piece, the draft
+    uses the piece before it, or `state`.
+    """
     catch_up: Callable[..., tuple[PyTree, KVCache | None]]
-    """(network, target, state, cache, context) -> (state, cache), before a round that proposes
-    nothing."""
+    """(network, target, state, cache, context) -> (state, cache).
+
+    Runs before a round that proposes nothing.
+    """
     propose: Callable[..., tuple[PyTree, KVCache | None, Proposal]]
-    """(network, target, state, cache, context, sample, length) -> (state, cache, Proposal of
-    `length` tokens, 1 to K)."""
+    """(network, target, state, cache, context, sample, length) -> (state, cache, proposal).
+
+    Proposes `length` tokens, 1 to K.
+    """
     commit: Callable[[PyTree, Committed], PyTree]
-    """(state, committed) -> state; a block of one position is that of a round that proposed
-    nothing."""
+    """(state, committed) -> state.
+
+    A block of one position comes from a round that proposed nothing.
+    """
 
 
 def block_positions(first: Int[Array, " B"], count: int) -> Int[Array, "B T"]:
-    """Consecutive positions from each row's first."""
+    """Returns `count` consecutive positions from each row's first."""
     return first[:, None] + jnp.arange(count, dtype=first.dtype)
 
 
 # ---- kinds
 
 Log = Callable[[str], Any]
-"""Tells the user how something ambiguous was read."""
+"""Reports to the user how an ambiguous file was interpreted."""
 SizePairs = dict[str, tuple[int, int]]
-"""What a draft and its policy must have alike, by name: the draft's number, and the policy's."""
+"""Sizes in which a draft must match its policy: name -> (draft's size, policy's size)."""
 
 
 class Unroll(NamedTuple):
-    """How a learned draft is run over whole texts, to be trained and measured; pure functions."""
+    """Pure functions that run a learned draft over full texts, for training and evaluation."""
 
     depth_count: Callable[[int], int]
-    """Depths at which it is trained, where so many are asked for (`draft_training.ttt_steps`)."""
+    """Requested depths (`draft_training.ttt_steps`) -> depths that are trained."""
     min_context: Callable[[int], Int[Array, " A"]]
-    """For each of so many depths, the tokens of a text that must stand before the one whose label
-    it predicts."""
+    """Depths -> tokens of context that each depth needs before the label it predicts."""
     hidden_states: Callable[..., Float[Array, "B T A D"]]
-    """(network, target, forward, pack, depths) -> what its head reads, by depth, at the position
-    whose label it then predicts. It is zero where a text is too short, and may be where no label is
-    learnt. `forward` is the policy's own pass over the pack, with taps where the draft reads
-    them."""
+    """(network, target, forward, pack, depths) -> inputs of the draft's head, by depth.
+
+    Each is stored at the position of the label it predicts. It is zero where the context is too
+    short, and may be zero outside the loss mask. `forward` is the policy's pass over the pack, with
+    aux hidden states if the draft uses them.
+    """
     logits: Callable[[PyTree, PyTree, Float[Array, "B T D"]], Float[Array, "B T W"]]
-    """(network, target, that of one depth) -> logits over its own vocabulary."""
+    """(network, target, hidden states of one depth) -> logits over the draft's vocabulary."""
     vocabulary: Callable[[PyTree], Int[Array, " W"] | None]
-    """The target's ids of its tokens, ascending; None: it has the target's vocabulary."""
+    """The target's ids of the draft's tokens, ascending. None for the target's vocabulary."""
 
 
 class Repair(NamedTuple):
-    """A draft's weights wired in another way: a likely mistake of a loader, undone."""
+    """Variant of a loaded draft with one likely loader mistake undone."""
 
     description: str
     remedy: str
@@ -160,93 +179,97 @@ class Repair(NamedTuple):
 
 
 class ExportSpec(NamedTuple):
-    """What a draft's published files say of the run."""
+    """Facts about the run that a draft's published files contain."""
 
     policy: ModelSpec
-    """Its path is the exported policy's folder."""
+    """Spec of the policy, whose path is the exported policy's folder."""
     format: str
-    """`raw` or `speculators`."""
+    """Export format, `raw` or `speculators`."""
     dtype: np.dtype
     draft_length: int
-    """Tokens drafted a round."""
+    """Draft tokens per round."""
     special_tokens: dict[str, int]
-    """Special tokens."""
+    """Ids of the special tokens, by config.json key."""
 
 
 class DraftFiles(NamedTuple):
-    """A draft as it is published."""
+    """Published files of a draft."""
 
     config: dict[str, Any]
-    """Of config.json."""
+    """Content of config.json."""
     tensors: list[tuple[str, int, Callable[[], np.ndarray]]]
-    """Name, bytes, and what makes it."""
+    """Name, size in bytes and reader of each tensor."""
     needs_tokenizer: bool = False
-    """Whether the folder has the tokenizer too, like any policy's."""
+    """Whether the folder also contains the tokenizer."""
     merge_with_policy: bool = False
-    """Whether its tensors stand among the policy's, whose config.json then says what is in
-    `config`."""
+    """Whether tensors and config are merged into the policy's own files."""
 
 
 class Learned(NamedTuple):
-    """What a kind of draft with weights has beside what every kind has."""
+    """Functions of a draft kind that has weights."""
 
     decoder_spec: Callable[[DraftSpec], ModelSpec]
-    """Its own decoder."""
+    """Returns the spec of the draft's decoder."""
     init_network: Callable[[DraftSpec, Key[Array, ""]], PyTree]
-    """The network with fresh weights."""
+    """Initializes the network."""
     check_spec: Callable[[DraftSpec], None]
-    """Refuses what does not go together: raises ConfigError."""
+    """Raises ConfigError if settings of the draft contradict each other or the policy."""
     size_pairs: Callable[[PyTree, ModelSpec], SizePairs]
-    """What its network and a policy must have alike."""
+    """Returns the sizes in which network and policy must match."""
     block_size: Callable[[int], int]
-    """Tokens of a row that it reads at once before it drafts so many."""
+    """Draft length -> tokens of a row that the draft reads at once before it drafts."""
     unroll: Unroll
     resolve_spec: Callable[[DraftSpec, Path, Log], DraftSpec]
-    """(spec, folder, log) -> the spec with what a trained draft's files say."""
+    """(spec, folder, log) -> spec completed from a trained draft's files."""
     check_files: Callable[[DraftSpec, Path, int], None]
-    """(resolved spec, folder, tokens of the tokenizer) -> nothing. Raises ConfigError for tensors
-    that `load_network` would refuse, by their headers alone."""
+    """(resolved spec, folder, tokens of the tokenizer) -> None.
+
+    Raises ConfigError for tensors that `load_network` would reject. Reads headers only.
+    """
     load_network: Callable[[DraftSpec, Path, PyTree], PyTree]
-    """(resolved spec, folder, shapes with shardings) -> its network."""
+    """(resolved spec, folder, shapes with shardings) -> loaded network."""
     export_files: Callable[[PyTree, ExportSpec], DraftFiles]
     export_formats: tuple[str, ...] = ("raw",)
-    """Forms in which it can be exported."""
+    """Supported export formats."""
     list_repairs: Callable[[PyTree, tuple[int, ...], ModelSpec], Iterator[Repair]] = (
         lambda network, taps, policy: iter(())
     )
-    """(network, taps, policy) -> likely mistakes of a loader, undone one at a time."""
+    """(network, taps, policy) -> variants with one likely loader mistake undone each."""
     count_native_layers: Callable[[list[str], int], int] = lambda names, layers: 0
-    """(tensor names, layers of the policy) -> how many layers of this kind the policy's own
-    checkpoint has; a draft without a folder of its own takes them."""
+    """(tensor names, layers of the policy) -> draft layers in the policy's own checkpoint.
+
+    A draft without a folder of its own loads these.
+    """
     with_vocabulary: Callable[[PyTree, np.ndarray], PyTree] | None = None
-    """(network, ids) -> the network for these tokens of the policy's vocabulary alone."""
+    """(network, ids) -> network restricted to these tokens of the policy's vocabulary."""
 
 
 class Kind(NamedTuple):
-    """A kind of draft. `rollout.draft.kind` names it, and `kinds.py` knows where it is."""
+    """Definition of a draft kind, registered in `kinds.py` under its `rollout.draft.kind`."""
 
     build: Callable[[DraftSpec, tuple[int, ...]], Draft | None]
-    """(spec, end tokens) -> its functions; None: nothing is proposed."""
+    """(spec, stop tokens) -> the draft's functions, or None for plain decoding."""
     settings: frozenset[str] = frozenset()
-    """Settings that it has a use for, by name, of those that not every kind has; one that ends in a
-    dot stands for all that start with it."""
+    """Kind-specific settings that this kind uses. A name ending in a dot covers a prefix."""
     file_settings: frozenset[str] = frozenset()
-    """Settings that a trained draft's own files say."""
+    """Settings that are read from a trained draft's files."""
     unused_rules: tuple[Unused, ...] = ()
-    """Where settings do nothing, beside what follows from `settings` and `file_settings`."""
+    """Further conditions under which a setting has no effect."""
     learned: Learned | None = None
-    """None: it has no weights."""
+    """Functions of a kind with weights, else None."""
     lookup_name: str = "none"
-    """Its name where it finds drafts in text, so that it may stand beside a learned one."""
+    """Name of a look-up kind, which can be combined with a learned draft. Else `none`."""
     reads_history: bool = False
-    """Whether it looks into earlier answers to the same prompt."""
+    """Whether it uses earlier answers to the same prompt."""
     single_row_kind: str = ""
-    """The kind that proposes the same for a row without siblings or earlier answers; empty: it
-    does so itself."""
+    """Kind with the same proposals for a row without siblings or earlier answers.
+
+    Empty if that is the kind itself.
+    """
 
 
 MULTI_DEPTH_SETTINGS = frozenset({"draft_training.ttt_steps", "draft_training.decay"})
 """Settings of kinds that are trained at several depths."""
 
 PLAIN = Kind(build=lambda spec, stop_ids: None)
-"""Plain decoding."""
+"""Plain decoding, without a draft."""

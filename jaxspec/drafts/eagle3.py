@@ -1,5 +1,7 @@
-"""EAGLE-3 as a kind of draft: the head of `models/eagle3.py`, its published files, and what goes
-wrong when they are read."""
+"""The EAGLE-3 draft kind: its published files, and repairs of files that were read wrong.
+
+The network is in `models/eagle3.py`.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -55,18 +57,20 @@ from jaxspec.state import PyTree
 
 
 def head_taps(head: HeadSpec, layers: int) -> tuple[int, ...]:
-    """Boundaries at which a head reads a policy of `layers` layers; none: it reads the final-norm
-    hidden states."""
+    """Returns the layer boundaries at which a head reads a policy of `layers` layers.
+
+    They are empty for a head that reads the final-norm hidden states.
+    """
     return (head.taps or tap_boundaries(layers)) if head.use_taps else ()
 
 
 def _decoder_spec(spec: DraftSpec) -> ModelSpec:
-    """That of a loaded head, else one Llama layer of the policy's sizes."""
+    """Returns a loaded head's decoder, else one Llama layer of the policy's sizes."""
     return spec.decoder or llama_head_spec(spec.policy, spec.ffn)
 
 
 def _check_spec(spec: DraftSpec) -> None:
-    """Whether its taps and its own decoder, loaded or not, go with the policy."""
+    """Raises ConfigError if taps or decoder do not fit the policy."""
     head, decoder, policy = spec.head, spec.decoder, spec.policy
     require(
         not head.use_taps or bool(head.taps) or policy.layers >= 4,
@@ -109,19 +113,20 @@ def _size_pairs(network: Eagle3, policy: ModelSpec) -> SizePairs:
 
 
 def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
-    """Sizes and form of a head, from its config.json and its tensors."""
+    """Reads sizes and form of a head from its config.json and its tensors."""
     policy, source = spec.policy, str(folder / CONFIG_FILE)
     decoder, head, vocab = parse_head_config(
         read_json(folder / CONFIG_FILE), source, spec.tap_convention, policy, log
     )
-    if spec.head.taps:  # who names them knows better
+    if spec.head.taps:  # the file's layer numbers are ambiguous, the user's are not
         head = replace(head, taps=spec.head.taps)
     tensors = load_tensors(_open_head_tensors(folder, policy.vocab)[0])
     has_both_embeddings = "embed_tokens.weight" in tensors and bool(policy.path)
+    # The policy's table is needed only to see whether the head's copy of it differs.
     decoder, head = reconcile_with_tensors(
         decoder, head, tensors, load_policy_embeddings(spec, has_both_embeddings)["embedding"], log
     )
-    if "lm_head.weight" in tensors:  # the tensors have the last word
+    if "lm_head.weight" in tensors:  # config.json may be wrong or silent about it
         head_rows = tensors["lm_head.weight"].shape[0]
         vocab = 0 if head_rows == policy.vocab else head_rows
     if 0 < decoder.rope.context < spec.row_length:
@@ -133,11 +138,12 @@ def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
 
 
 def _open_head_tensors(folder: Path, vocab: int) -> tuple[dict[str, StoredTensor], int]:
-    """A head's tensors, for a vocabulary of `vocab` rows; and how many it was made for."""
+    """Opens a head's tensors, resized to `vocab` rows. Also returns the stored vocabulary size."""
     content = read_json(folder / CONFIG_FILE)
     stored_vocab = vocabulary_size(content, str(folder / CONFIG_FILE)) or vocab
     tensors = normalize_names(open_tensors(folder), str(folder))
     refuse_quantized(folder, tensors)
+    # Head and policy may have padded the same vocabulary to different sizes.
     return (
         tensors if stored_vocab == vocab else resize_vocabulary(tensors, stored_vocab, vocab)
     ), stored_vocab
@@ -171,6 +177,7 @@ def _export_files(network: Eagle3, export: ExportSpec) -> DraftFiles:
 
 def _list_repairs(network: Eagle3, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:
     yield from _repair_taps(network, taps, policy.layers)
+    # Each of these can be wrong in a file without any error, and only lowers acceptance.
     for flag in ("norm_before_residual", "norm_output"):
         opposite = not getattr(network.form, flag)
         variant = _copy_with(network, form=replace(network.form, **{flag: opposite}))
@@ -186,6 +193,7 @@ def _list_repairs(network: Eagle3, taps: tuple[int, ...], policy: ModelSpec) -> 
 
 def _repair_taps(network: Eagle3, taps: tuple[int, ...], layers: int) -> Iterator[Repair]:
     for shift in (1, -1):
+        # Conventions differ by one in whether a tap is before or after the layer it names.
         shifted_taps = tuple(tap + shift for tap in taps)
         if shifted_taps and shifted_taps[0] >= 0 and shifted_taps[-1] <= layers:
             description = (
@@ -205,6 +213,7 @@ def _repair_vocabulary(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repai
         return
     stored_ids = np.asarray(jax.device_get(network.vocabulary[...]))
     token_ids = stored_ids - np.arange(stored_ids.size, dtype=np.int32)
+    # `d2t` stores offsets: token id = d2t[i] + i. Some files store the ids themselves.
     if (np.diff(token_ids) > 0).all() and (token_ids != stored_ids).any():
         yield Repair(
             "its d2t holds token ids, not offsets",
@@ -215,7 +224,8 @@ def _repair_vocabulary(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repai
 
 
 def _copy_with(network: Any, **settings: Any) -> Any:
-    """A network of the same weights with other settings."""
+    """Copies a network with other settings and the same weights."""
+    # Mapping the identity builds a new module object, so the original keeps its settings.
     copy = jax.tree.map(lambda leaf: leaf, network)
     for name, value in settings.items():
         setattr(copy, name, value)

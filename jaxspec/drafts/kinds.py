@@ -1,5 +1,7 @@
-"""The kinds of draft, and what is built from each: a new kind is a file of its own and its name
-here."""
+"""Registry of draft kinds.
+
+To add a kind, define it in a file of its own and add its name here.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,17 @@ if TYPE_CHECKING:
 
 DraftKind = Literal["eagle3", "mtp", "model", "ngram", "history", "none"]
 LookupKind = Literal["none", "ngram", "history"]
-"""Kinds that find drafts in text that is there already, and may stand beside a learned one."""
+"""Kinds that draft from existing text and can be combined with a learned draft."""
 
 
 def get_kind(name: str) -> Kind:
-    """The kind of this name. A kind's file is imported when it is first asked for, since settings
-    know the names, and reading them must not wait for networks.
+    """Returns the kind of this name.
 
     Raises:
-      ValueError: the name has no file here.
+      ValueError: The name is not registered.
     """
+    # Settings know the names of all kinds. Imports are local so that reading settings does not
+    # import networks.
     match name:
         case "eagle3":
             from jaxspec.drafts.eagle3 import EAGLE3 as kind
@@ -40,10 +43,10 @@ def get_kind(name: str) -> Kind:
 
 
 def get_learned(name: str) -> Learned:
-    """What a kind with weights has beside the others.
+    """Returns the functions of a kind with weights.
 
     Raises:
-      ValueError: it has none.
+      ValueError: The kind has no weights.
     """
     learned = get_kind(name).learned
     if learned is None:
@@ -52,11 +55,12 @@ def get_learned(name: str) -> Learned:
 
 
 def build_draft(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft | None:
-    """The draft of a run; None is plain decoding."""
+    """Builds the draft of a run, or None for plain decoding."""
     kind = get_kind(spec.kind)
     draft, lookup_kind = kind.build(spec, stop_ids), get_kind(spec.lookup)
     if draft is None or kind.learned is None or lookup_kind.lookup_name == "none":
         return draft
+    # Only a kind with weights can be combined with look-up. Its file is imported if needed.
     from jaxspec.drafts.lookup import prefer_lookup
 
     lookup = lookup_kind.build(spec, stop_ids)
@@ -65,17 +69,16 @@ def build_draft(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft | None:
 
 
 def build_network(spec: DraftSpec, key: Any) -> Any:
-    """The draft's network with fresh weights; None when the kind has nothing to learn."""
+    """Initializes the draft's network, or returns None for a kind without weights."""
     learned = get_kind(spec.kind).learned
     return None if learned is None else learned.init_network(spec, key)
 
 
 def check_fits(kind: str, network: Any, target: ModelSpec) -> None:
-    """Whether a draft's network can draft for a target: it reads the target's hidden states and
-    embedding, and speaks its vocabulary.
+    """Checks that a draft's network fits a target in hidden size, embedding and vocabulary.
 
     Raises:
-      ConfigError: names what differs, with both numbers.
+      ConfigError: A size differs. The message has both numbers.
     """
     from jaxspec.inputs.checked import require
 

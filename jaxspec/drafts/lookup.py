@@ -1,5 +1,7 @@
-"""Drafts without weights: what followed the row's last tokens where they stood before, in its own
-text or in others of its prompt."""
+"""Look-up drafts, which copy the tokens after an earlier occurrence of the row's last tokens.
+
+They have no weights. They search the row's own text, or also other answers to its prompt.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,18 +20,20 @@ from jaxspec.sampling import scatter_to_vocabulary
 from jaxspec.state import Prompts, PyTree, Tree, pytree
 
 Rule = Literal["vllm", "hf", "latest"]
-"""Which of the places with the longest match: `vllm` and `hf` the earliest, `latest` the latest
-with the most tokens after it."""
+"""Tie-break among the longest matches.
+
+`vllm` and `hf` take the earliest. `latest` takes the latest of those with the most tokens after it.
+"""
 
 
 class Match(NamedTuple):
-    """The best place of a text for one row: how good it is (0: nowhere), and the tokens that follow
-    it."""
+    """Best match in a text for one row, and the tokens that follow it."""
 
     score: Int[Array, "*B"]
+    """Quality of the match; 0 without one."""
     tokens: Int[Array, "*B K"]
     lengths: Int[Array, "*B"]
-    """Tokens that really follow, 0..K."""
+    """Number of tokens after the match, 0..K."""
 
 
 def ngram_draft(
@@ -39,11 +43,11 @@ def ngram_draft(
     max_match: int,
     stop_ids: tuple[int, ...] = (),
 ) -> Draft:
-    """Prompt lookup: up to `max_draft_length` tokens that followed an earlier occurrence of the
-    row's last `min_match` to `max_match` tokens.
+    """Builds a prompt look-up draft.
 
-    `vllm` is vLLM's `ngram`, `hf` is transformers' prompt lookup, which offers nothing from the
-    first of `stop_ids` on.
+    It proposes up to `max_draft_length` tokens that followed an earlier occurrence of the row's
+    last `min_match` to `max_match` tokens. `vllm` reproduces vLLM's `ngram`. `hf` reproduces
+    transformers' prompt look-up, which proposes nothing from the first of `stop_ids` on.
     """
     _check_limits(max_draft_length, min_match, max_match)
 
@@ -80,19 +84,19 @@ def ngram_draft(
 
 @pytree
 class HistoryState(Tree):
-    """Earlier texts of each row's prompt."""
+    """Earlier answers to each row's prompt."""
 
     texts: Int[Array, "B H S"]
     lengths: Int[Array, "B H"]
 
 
 def history_draft(max_draft_length: int, group_size: int, min_match: int, max_match: int) -> Draft:
-    """Looks the row's last tokens up in its own text, in what its group's other rows have so far,
-    and in `Prompts.history`.
+    """Builds a draft that looks tokens up in all answers to the row's prompt.
 
-    The longest match of `min_match` to `max_match` tokens wins; among equals the one with the most
-    tokens after it (up to the draft's length), then the row's own text before its siblings' (the
-    same weights), and theirs before earlier ones (older weights), then the latest place.
+    It searches the row's own text, the group's other rows so far, and `Prompts.history`. The
+    longest match of `min_match` to `max_match` tokens wins. Ties go to the match with the most
+    tokens after it (up to the draft's length), then to the row's own text, then to its group, then
+    to earlier answers, then to the latest match.
     """
     _check_limits(max_draft_length, min_match, max_match)
 
@@ -123,11 +127,15 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
             last_tokens: Int[Array, " N"],
             texts: Int[Array, "H S1"],
             text_lengths: Int[Array, " H"],
+            # The row's own text and its group's come first in a tie: the current weights wrote
+            # them, older weights the earlier answers. Multiplying by 3 keeps the tie-break below
+            # any difference of scores.
         ) -> Match:
             tokens, lengths = (leaf[row // group_size] for leaf in group_texts)
             is_own_row = jnp.arange(group_size, dtype=jnp.int32) == row % group_size
             matches = search_texts(tokens, jnp.where(is_own_row, own_length, lengths), last_tokens)
             matches = matches._replace(score=3 * matches.score + 1 + is_own_row.astype(jnp.int32))
+            # Without history the axis H has size 0, over which there is nothing to compare.
             if texts.size:
                 past_matches = search_texts(texts, text_lengths, last_tokens)
                 past_matches = past_matches._replace(score=3 * past_matches.score)
@@ -151,18 +159,20 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
 
 @pytree
 class CombinedState(Tree):
-    """The states of both drafts."""
+    """States of both drafts."""
 
     lookup: PyTree
     learned: PyTree
 
 
 def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
-    """Rows for which `lookup` offers a whole block take it, the others draw from `learned`: a
-    choice by the prefix alone.
+    """Combines a look-up draft with a learned one.
 
-    The learned draft walks along the tokens that are proposed, so its cache is right whichever they
-    are.
+    A row uses the look-up if it proposes a full block, else it draws from `learned`. The choice
+    depends on the prefix only.
+
+    Raises:
+      ValueError: The lengths differ, or the kinds of draft are the wrong way round.
     """
     if lookup.max_length != learned.max_length or lookup.is_stochastic or not learned.is_stochastic:
         raise ValueError(
@@ -206,8 +216,9 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         def force_match(
             logits: Float[Array, "*B W"], ids: Int[Array, " W"] | None, tokens: Int[Array, "*B"]
         ) -> Float[Array, "*B V"]:
-            """Logits that allow only the tokens found, where a whole block was; over the target's
-            vocabulary, since these may be none of the draft's."""
+            # The matched tokens may be missing from the draft's vocabulary, so the logits are
+            # scattered to the target's first.
+            """Restricts the logits of rows with a full match to the matched token."""
             logits = scatter_to_vocabulary(logits, ids, target.config.vocab)
             one_hot = tokens[..., None] == jnp.arange(logits.shape[-1], dtype=tokens.dtype)
             point_mass = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
@@ -218,6 +229,8 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         ) -> Int[Array, " B"]:
             return sample(force_match(logits, ids, match.tokens[:, offset]), offset)
 
+        # The learned draft runs on the proposed tokens, matched ones too, so its cache is right
+        # for either draft.
         learned_state, cache, proposal = learned.propose(
             network, target, state.learned, cache, context, sample_unless_matched, length
         )
@@ -269,8 +282,7 @@ def _weightless_draft(
     init_state: Callable[..., PyTree],
     propose: Callable[..., tuple[PyTree, None, Proposal]],
 ) -> Draft:
-    """A draft that is a function of the context and of what was known before: it has no cache, and
-    nothing is committed to it."""
+    """Builds a draft without a cache, to which nothing is committed."""
 
     def catch_up(
         network: PyTree, target: Decoder, state: PyTree, cache: None, context: Context
@@ -291,7 +303,7 @@ def _weightless_draft(
 
 
 def _last_tokens(context: Context, count: int) -> Int[Array, "B N"]:
-    """Each row's last tokens, the last one first; -1 before its beginning."""
+    """Returns each row's last tokens in reverse order, padded with -1."""
     positions = context.lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)
     return jnp.where(positions >= 0, context.tokens_at(jnp.maximum(positions, 0)), -1)
 
@@ -305,21 +317,25 @@ def _search_text(
     min_match: int,
     latest: bool,
 ) -> Match:
-    """Where in the first `text_length` tokens of `text` a token follows the longest run of
-    `last_tokens`; compares N shifted copies."""
+    """Finds the longest run of `last_tokens` in the first `text_length` tokens of `text`.
+
+    At least one token must follow the run. Compares N shifted copies of the text.
+    """
     width = text.shape[0]
     positions = jnp.arange(width, dtype=jnp.int32)
     following_counts = jnp.clip(text_length - positions, 0, length)
     is_matching, match_lengths = positions < text_length, jnp.zeros_like(positions)
     for offset in range(last_tokens.shape[0]):
-        # -2: before the text, which nothing matches
+        # -2 equals no token, and not the -1 that pads `last_tokens` either.
         is_matching &= (
             jnp.pad(text, (offset + 1, 0), constant_values=-2)[:width] == last_tokens[offset]
         )
         match_lengths += is_matching.astype(jnp.int32)
     score = jnp.where(match_lengths >= min_match, match_lengths, 0)
     if latest:
+        # Ties go to the match with more tokens after it, counted up to the draft's length.
         score = jnp.where(score > 0, score * length + following_counts, 0)
+        # `argmax` returns the first of equal scores, so the order is reversed to get the latest.
         best_position = width - 1 - jnp.argmax(score[::-1]).astype(jnp.int32)
     else:
         best_position = jnp.argmax(score).astype(jnp.int32)

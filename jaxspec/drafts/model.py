@@ -1,5 +1,7 @@
-"""An external draft model (Leviathan et al., arXiv 2211.17192): a smaller decoder of the same
-vocabulary with its own cache."""
+"""The external draft model kind: a smaller decoder with its own cache.
+
+It shares the policy's vocabulary. Source: Leviathan et al., arXiv 2211.17192.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,15 +41,17 @@ from jaxspec.state import Pack, Prompts, Tree, pytree
 
 @pytree
 class ModelState(Tree):
-    """How far the draft model has read."""
+    """Progress of the draft model in each row's text."""
 
     cached_length: Int[Array, " B"]
-    """Positions before this one are in the cache."""
+    """Number of leading positions in the cache."""
 
 
 def model_draft(max_draft_length: int) -> Draft:
-    """A draft of up to `max_draft_length` tokens a round from a `Decoder` that reads the text
-    itself and nothing of the target."""
+    """Builds a draft of up to `max_draft_length` tokens per round from a `Decoder`.
+
+    The decoder reads the text itself and uses no hidden states of the target.
+    """
 
     def empty_cache(network: Decoder, rows: int, positions: int) -> KVCache:
         return network.empty_cache(rows, positions)
@@ -55,7 +59,8 @@ def model_draft(max_draft_length: int) -> Draft:
     def catch_up(
         network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context
     ) -> tuple[ModelState, KVCache]:
-        return state, cache  # the tokens stay where they are: the next proposal reads them
+        # Committed tokens stay in the context, so the next proposal can read them itself.
+        return state, cache
 
     def propose(
         network: Decoder,
@@ -66,9 +71,9 @@ def model_draft(max_draft_length: int) -> Draft:
         sample: Sampler,
         length: int,
     ) -> tuple[ModelState, KVCache, Proposal]:
-        # The last token is new. So is the one before it where all drafts were kept: the last of
-        # them was drawn, but never read. A row of one token starts with it and reads a position
-        # ahead, which the next step overwrites.
+        # The last token is new. If all drafts were accepted, so is the one before it: the last
+        # draft was drawn but never read. A row of one token starts with it and also reads the
+        # position after it, which the next step overwrites.
         pending_start = jnp.maximum(context.lengths - 2, 0)
 
         def run_block(start: Int[Array, " B"], count: int, cache: KVCache) -> DecoderOutput:
@@ -83,15 +88,16 @@ def model_draft(max_draft_length: int) -> Draft:
                 run_block(start, max_draft_length + 1, cache).cache
             )
 
-        # What rounds without drafts committed.
+        # Rounds without drafts committed positions that the draft has not read.
         start = jnp.minimum(state.cached_length, pending_start)
         start, cache = lax.while_loop(
             lambda carry: max_over_experts(jnp.any(carry[0] < pending_start)),
             read_next_block,
             (start, cache),
         )
-        # what tensor peers say now comes after what they said in that loop (`order.py`)
+        # Later collectives over `tensor` must run after those of that loop (see `order.py`).
         pending_start = order_after(pending_start, [signal_ready(start)])
+        # Two positions in every row, so that the shape is static.
         output = run_block(pending_start, 2, cache)
         last_position = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(
@@ -115,8 +121,8 @@ def model_draft(max_draft_length: int) -> Draft:
         return ModelState(cached_length=context.lengths), _require_cache(output.cache), proposal
 
     def commit(state: ModelState, committed: Committed) -> ModelState:
-        # The drafts that were kept stand in the cache, but for the last one of the block; what was
-        # not is overwritten before it is seen.
+        # Accepted drafts are in the cache, except the last of a block, which was never read.
+        # Positions of rejected drafts are overwritten before anything attends to them.
         drafts = committed.positions.shape[1] - 1
         return state.replace(
             cached_length=state.cached_length
@@ -163,7 +169,7 @@ def _require_cache(cache: KVCache | None) -> KVCache:
 
 
 def _decoder_spec(spec: DraftSpec) -> ModelSpec:
-    """That of a loaded model, else of the policy's sizes and family."""
+    """Returns a loaded model's spec, else layers of the policy's sizes and family."""
     if spec.decoder is not None:
         return spec.decoder
     return replace(spec.policy, path="", layers=spec.layers, ffn=spec.ffn or spec.policy.ffn)
@@ -181,18 +187,19 @@ def _check_spec(spec: DraftSpec) -> None:
 def _unroll_hidden(
     network: Decoder, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T 1 D"]:
-    """Its own pass: it reads true tokens only, so it has one depth."""
+    """Runs the draft model over the pack. It reads true tokens only, so it has one depth."""
     return network(pack.tokens, pack.positions, first=pack.text_start).hidden[:, :, None]
 
 
 def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
-    """A small model of its own sizes, whose vocabulary is padded or cut to the policy's."""
+    """Reads the model's sizes from its folder, with the vocabulary of the policy."""
+    # Models of one family pad the same vocabulary differently, so loading pads or cuts the rows.
     decoder = replace(_stored_spec(spec), vocab=spec.policy.vocab)
     return replace(spec, decoder=decoder, vocab=0, ffn=0)
 
 
 def _stored_spec(spec: DraftSpec) -> ModelSpec:
-    """The model as its folder has it."""
+    """Returns the model's spec as stored in its folder."""
     policy = spec.policy
     base = ModelConfig(path=spec.path, ignore=policy.ignore, dtype=policy.dtype, remat=policy.remat)
     return load_policy_config(base)
@@ -212,7 +219,7 @@ def _load_network(spec: DraftSpec, folder: Path, abstract: Decoder) -> Decoder:
 
 
 def _export_files(network: Decoder, export: ExportSpec) -> DraftFiles:
-    """Like any policy."""
+    """Exports the draft as a policy is exported."""
     config = policy_config_json(network.config, export.dtype.name, export.special_tokens)
     tensors = stream_tensors(policy_mappings(network.config), network, export.dtype)
     return DraftFiles(config, list(tensors), needs_tokenizer=True)
@@ -229,6 +236,7 @@ MODEL = Kind(
         size_pairs=lambda network, policy: {
             "vocabulary": (network.embedding.shape[0], policy.vocab)
         },
+        # the two positions that `propose` reads
         block_size=lambda length: 2,
         unroll=Unroll(
             depth_count=lambda steps: 1,

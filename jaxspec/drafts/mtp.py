@@ -1,4 +1,7 @@
-"""Native multi-token prediction: the policy's own extra layers as its draft (`models/mtp.py`)."""
+"""The native multi-token prediction (MTP) kind: extra layers of the policy as its draft.
+
+The network is in `models/mtp.py`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -48,7 +51,7 @@ from jaxspec.state import PyTree
 
 
 def _decoder_spec(spec: DraftSpec) -> ModelSpec:
-    """Layers of the policy's sizes and family."""
+    """Returns the spec of MTP layers, of the policy's sizes and family."""
     decoder = spec.decoder or replace(spec.policy, path="", ffn=spec.ffn or spec.policy.ffn)
     return replace(decoder, layers=spec.layers)
 
@@ -63,6 +66,7 @@ def _check_spec(spec: DraftSpec) -> None:
     mismatch = (
         f"draft_training.ttt_steps {spec.depths} is less than rollout.draft.layers {spec.layers}"
     )
+    # 0 depths: the draft is not trained, so none of its layers has to learn.
     require(
         spec.depths == 0 or spec.depths >= spec.layers,
         f"{mismatch}: the last MTP layers would never learn; raise the first",
@@ -79,10 +83,10 @@ def _size_pairs(network: Mtp, policy: ModelSpec) -> SizePairs:
 def mtp_mappings(
     config: ModelSpec, embedding_first: bool, target_layers: int
 ) -> list[WeightMapping]:
-    """The table of MTP layers: MiMo's names for [hidden, embedding], DeepSeek's for [embedding,
-    hidden].
+    """Maps MTP layers to tensor names, in MiMo's or DeepSeek's convention.
 
-    DeepSeek numbers them on from the policy's own `target_layers`.
+    DeepSeek's layers take [embedding, hidden], MiMo's take [hidden, embedding]. DeepSeek numbers
+    MTP layers from `target_layers`, after the policy's own.
     """
     mimo_names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     token_norm, hidden_norm, projection, final_norm = (
@@ -107,8 +111,10 @@ def mtp_mappings(
 
 
 def find_mtp_layers(names: list[str], target_layers: int) -> tuple[int, bool]:
-    """How many MTP layers there are among a checkpoint's tensor names, and whether they take
-    [embedding, hidden]."""
+    """Counts the MTP layers among a checkpoint's tensor names.
+
+    Also returns whether they take [embedding, hidden].
+    """
     for prefix, first_layer, projection, embedding_first in (
         ("model.mtp_layers.", 0, "input_proj", False),
         ("model.layers.", target_layers, "eh_proj", True),
@@ -128,12 +134,12 @@ def mtp_arrays(
     target: NamedArrays,
     target_layers: int,
 ) -> dict[str, np.ndarray]:
-    """Our arrays of MTP layers by attribute path, from the tensors that belong to them; `target` as
-    in `head_arrays`.
+    """Assembles the network's arrays by attribute path from MTP tensors.
+
+    `target` is as in `head_arrays`.
 
     Raises:
-      ConfigError: a copy of the policy's embedding or head that stands among them differs from the
-        policy's own.
+      ConfigError: A stored copy of the policy's embedding or head differs from the policy's.
     """
     weights = dict(tensors)
     copies = {name: weights.pop(name) for name in tensors if name.endswith(_COPY_SUFFIXES)}
@@ -142,11 +148,12 @@ def mtp_arrays(
 
 
 _COPY_SUFFIXES = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Ends of the names of tensors that a checkpoint repeats in its MTP layers."""
+"""Name endings of policy tensors that a checkpoint repeats in its MTP layers."""
 
 
 def _check_copies(copies: NamedArrays, target: NamedArrays) -> None:
     for name, stored_copy in copies.items():
+        # The network uses the policy's embedding and head, so a differing copy would be ignored.
         policy_array = (
             target["embedding"] if name.endswith("embed_tokens.weight") else target["head"].T
         )
@@ -164,16 +171,21 @@ def _fit_tensors(
     target_layers: int,
     matcher: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """The result of `matcher` (`match_tensors` or `assemble_arrays`) for the tensors of MTP
-    layers."""
+    """Returns the result of `matcher` for the tensors of MTP layers.
+
+    `matcher` is `match_tensors` or `assemble_arrays`.
+    """
+    # Only names and shapes are needed, so no weights are allocated.
     network = jax.eval_shape(lambda: Mtp(config, jax.random.key(0), config.layers, embedding_first))
     mappings = mtp_mappings(config, embedding_first, target_layers)
     return matcher(mappings, weights, network, "the checkpoint's MTP part")
 
 
 def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
-    """Number, order and width of MTP layers, from the names and shapes of their tensors; their
-    family is the policy's."""
+    """Reads number, input order and width of MTP layers from tensor names and shapes.
+
+    Their family is the policy's.
+    """
     tensors, layers = open_tensors(folder), spec.policy.layers
     count, embedding_first = find_mtp_layers(list(tensors), layers)
     supported = (
@@ -191,6 +203,7 @@ def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
         f"{DRAFT_PATH} {folder}: its MTP layers have no mlp.gate_proj; only SwiGLU layers, dense or"
         " of experts, can be read",
     )
+    # 0 is the setting's word for the policy's own width.
     ffn = 0 if widths[0] == spec.policy.ffn else widths[0]
     return replace(spec, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
 
@@ -208,6 +221,7 @@ def _check_files(spec: DraftSpec, folder: Path, token_count: int) -> None:
     tensors = _open_mtp_tensors(spec, folder)
     check_tensor_headers(tensors)
     copies = {name: tensors.pop(name) for name in list(tensors) if name.endswith(_COPY_SUFFIXES)}
+    # Copies are compared by value, so these few are read. Of all others headers suffice.
     _check_copies(
         {name: tensor.read() for name, tensor in copies.items()},
         load_policy_embeddings(spec, bool(copies)),
@@ -231,10 +245,11 @@ def _load_network(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
 
 
 def _export_files(network: Mtp, export: ExportSpec) -> DraftFiles:
-    """A folder of their own, or among a MiMo policy's tensors, where MiMo itself has them."""
+    """Exports MTP layers to a folder of their own, or into a MiMo policy's files."""
     mappings = mtp_mappings(network.config, network.embedding_first, export.policy.layers)
     tensors = cast_tensors(export_tensors(mappings, network), export.dtype)
     mtp_config = {"num_nextn_predict_layers": network.depth}
+    # MiMo publishes its MTP layers in the policy's own checkpoint.
     if export.policy.family.model_type == "mimo" and not network.embedding_first:
         return DraftFiles(mtp_config, tensors, merge_with_policy=True)
     return DraftFiles(policy_config_json(network.config, export.dtype.name, mtp_config), tensors)
@@ -246,6 +261,7 @@ def _list_repairs(network: Mtp, taps: tuple[int, ...], policy: ModelSpec) -> Ite
         if network.embedding_first
         else ("[embedding, hidden]", "DeepSeek's")
     )
+    # Both orders have the same shapes, so a wrong one loads without an error.
     variant = jax.tree.map(lambda leaf: leaf, network)
     variant.embedding_first = not network.embedding_first
     remedy = f"{owner} names for its tensors, from which the order follows"

@@ -1,4 +1,4 @@
-"""Pieces of known text, which target and draft read in one pass."""
+"""Pieces of known text that target and draft read in one pass."""
 
 from typing import NamedTuple
 

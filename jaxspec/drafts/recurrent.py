@@ -1,5 +1,8 @@
-"""EAGLE-3 and MTP drafting: every round first re-reads the kept tokens with the target's true
-features, then drafts on its own states."""
+"""Drafting with EAGLE-3 and MTP networks.
+
+Each round first re-reads the committed tokens with the target's features. It then drafts on its own
+outputs.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,32 +28,33 @@ Network = Eagle3 | Mtp
 
 @pytree
 class RecurrentState(Tree):
-    """The block that the draft has yet to read.
+    """Block of committed positions that the draft has yet to read.
 
-    In its cache, position t of turn 0 reads the features of position t and the token after it; of
-    turn k, the output of turn k-1 at position t-1 and that token.
+    In the cache, position t of layer stack 0 reads the features of position t and the token after
+    it. Stack k reads the output of stack k-1 at position t-1 and that token.
     """
 
     features: Float[Array, "B K1 C"]
-    """The target's, at the pending positions: from `first_position` to the last whose next token is
-    committed."""
+    """Target features at the pending positions.
+
+    They range from `first_position` to the last position whose next token is committed.
+    """
     first_position: Int[Array, " B"]
     prior_outputs: Float[Array, "B N1 D"]
-    """Outputs of all turns but the last at the position before `first_position`; zeros where there
-    is none."""
+    """Outputs of all stacks but the last at the position before `first_position`, or zeros."""
     last_outputs: Float[Array, "B N1 D"]
-    """Outputs of the same turns at the last position that was read: `prior_outputs` of the next
-    block."""
+    """Outputs of the same stacks at the last position read: `prior_outputs` of the next block."""
 
 
 def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
-    """A draft of up to `max_draft_length` tokens a round from a network that runs a stack of
-    layers in each of `depth` turns.
+    """Builds a draft of up to `max_draft_length` tokens per round.
 
-    Token i+1 of a block comes from turn i mod `depth`. A position attends to what it saw in
-    training: in turn k, the true positions up to k before its own and its own; when drafting, the
-    true positions and those that the same turn has drafted. EAGLE-3 has one turn, MTP a turn for
-    each of its layers.
+    The network has `depth` layer stacks: EAGLE-3 one, MTP one for each of its layers. Stack i mod
+    `depth` drafts token i+1 of a block.
+
+    A position attends to the positions that it saw in training. In stack k, a true position sees
+    true positions up to k before it, and itself. A drafted position sees true positions, and those
+    drafted by the same stack.
     """
 
     def make_cache(network: Network, rows: int, positions: int) -> KVCache:
@@ -67,7 +71,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
     def catch_up(
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
     ) -> tuple[RecurrentState, KVCache]:
-        # leaves room for the position that the round commits
+        # leaves room for the one position that the round commits
         return _limit_pending(max_draft_length, depth, network, target, state, cache, context)
 
     def propose(
@@ -79,6 +83,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
         sample: Sampler,
         length: int,
     ) -> tuple[RecurrentState, KVCache, Proposal]:
+        # A shorter round reads a shorter block, which must hold all pending positions.
         if length < max_draft_length:
             state, cache = _limit_pending(length + 1, depth, network, target, state, cache, context)
         positions = block_positions(state.first_position, length + 1)
@@ -87,7 +92,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
         cache, outputs = _read_block(
             network, cache, _pending_shift(state), block, embedded, positions, depth
         )
-        # none in a row of one token: it has nothing to draft from
+        # 0 in a row of one token, which has no position to draft from yet
         pending_count = _count_pending(state, context)
         last_pending = jnp.maximum(pending_count - 1, 0)
         outputs_at_last = [
@@ -108,7 +113,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
             logits_by_depth.append(logits)
             if offset + 1 < length:
                 step = offset + 1
-                # what other turns drafted is stale in its layers
+                # In this stack's layers, keys drafted by other stacks are stale.
                 mask = AttentionMask(step % depth, last_position, last_position + step, depth)
                 cache, hidden = _run_stack(
                     network,
@@ -126,10 +131,11 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
         return state.replace(last_outputs=last_outputs), cache, proposal
 
     def commit(state: RecurrentState, committed: Committed) -> RecurrentState:
-        # a row that kept nothing (it had ended) keeps its pending block too
+        # A row that ended commits nothing, so its pending block stays as it is.
         has_committed = committed.lengths > 0
         if committed.positions.shape[1] == 1:
             return _append_position(state, committed, has_committed)
+        # The state has a static size, so a shorter block is padded.
         padding = max_draft_length + 1 - committed.positions.shape[1]
         return state.replace(
             features=jnp.where(
@@ -186,14 +192,14 @@ def _prefill_pieces(
     pieces: Pieces,
     features: Float[Array, "N T C"],
 ) -> tuple[RecurrentState, KVCache]:
-    # A position reads the token after it, so each piece is read from the position before it on.
+    # Entry t reads token t+1, so a piece of tokens is read at the positions before them.
     positions = pieces.positions - 1
     embedded = network.embed_tokens(target, pieces.tokens)
     prior_features = pieces.shift_values(features, state.features[:, 0])
 
     def shift_outputs(stack_index: int, outputs: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
         shifted = pieces.shift_values(outputs, state.prior_outputs[:, stack_index - 1])
-        # what stands before a text sees nothing, and its output is NaN
+        # The position before a text attends to nothing, so its output is NaN.
         return jnp.where((positions > 0)[:, :, None], shifted, 0)
 
     cache, outputs = _read_block(
@@ -201,6 +207,7 @@ def _prefill_pieces(
     )
     prior_outputs = state.prior_outputs
     for stack_index, output in enumerate(outputs[:-1]):
+        # NaN outputs before a text must not enter the state either.
         valid_output = jnp.where((positions >= 0)[:, :, None], output, 0)
         prior_outputs = prior_outputs.at[:, stack_index].set(
             pieces.scatter_last(prior_outputs[:, stack_index], valid_output)
@@ -208,7 +215,7 @@ def _prefill_pieces(
     prior_features = pieces.scatter_last(state.features[:, 0], features)
     new_state = state.replace(
         features=state.features.at[:, 0].set(prior_features),
-        # read again by the next round, as its pending block
+        # The next round reads this position again, as its pending block.
         first_position=pieces.scatter_last(state.first_position, pieces.positions),
         prior_outputs=prior_outputs,
         last_outputs=prior_outputs,
@@ -217,7 +224,7 @@ def _prefill_pieces(
 
 
 def _count_pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
-    """Positions that each row has yet to read; below 1 where there is nothing to read."""
+    """Counts the positions that each row has yet to read; below 1 if there are none."""
     return context.lengths - 1 - state.first_position
 
 
@@ -230,8 +237,10 @@ def _limit_pending(
     cache: KVCache,
     context: Context,
 ) -> tuple[RecurrentState, KVCache]:
-    """At most `limit` pending positions in every row: where one has more, all of them but the last
-    are read, in all rows."""
+    """Reads pending positions, so that every row has at most `limit` left.
+
+    If a row has more, all pending positions but the last are read, in every row.
+    """
     width = state.features.shape[1]
 
     def read_all_but_last(
@@ -251,7 +260,7 @@ def _limit_pending(
             jnp.zeros((), bool),
         )
 
-    # At most one turn: a `cond` would copy the cache.
+    # A loop of at most one iteration, since a `cond` would copy the cache.
     needs_reading = max_over_experts(jnp.any(_count_pending(state, context) > limit))
     state, cache, _ = lax.while_loop(
         lambda carry: carry[2], read_all_but_last, (state, cache, needs_reading)
@@ -262,7 +271,7 @@ def _limit_pending(
 def _advance_state(
     state: RecurrentState, outputs: list[Float[Array, "B T D"]], count: Int[Array, " B"]
 ) -> RecurrentState:
-    """The state after its first `count` pending positions, at which each turn gave `outputs`."""
+    """Drops the first `count` pending positions, whose outputs per stack are `outputs`."""
     width, last_read = state.features.shape[1], jnp.maximum(count - 1, 0)[:, None, None]
     kept_indices = jnp.minimum(block_positions(count, width), width - 1)
     prior_outputs = [jnp.take_along_axis(output, last_read, axis=1) for output in outputs[:-1]]
@@ -280,9 +289,9 @@ def _advance_state(
 def _append_position(
     state: RecurrentState, committed: Committed, has_committed: Bool[Array, " B"]
 ) -> RecurrentState:
-    """The state with one position more to read, for which `catch_up` made room."""
+    """Appends one pending position, for which `catch_up` made room."""
     width = state.features.shape[1]
-    # beyond the buffer: dropped
+    # An index past the buffer is dropped, so ended rows append nothing.
     index = jnp.where(has_committed, committed.positions[:, 0] - state.first_position, width)
     rows = jnp.arange(len(index), dtype=jnp.int32)
     return state.replace(
@@ -291,11 +300,14 @@ def _append_position(
 
 
 ShiftOutputs = Callable[[int, Float[Array, "B T D"]], Float[Array, "B T D"]]
-"""(turn, outputs of the turn before) -> its outputs at each preceding position."""
+"""(stack index, outputs of the stack before) -> its outputs at each preceding position."""
 
 
 def _pending_shift(state: RecurrentState) -> ShiftOutputs:
-    """Moves outputs one position up, behind those of the position before the pending block."""
+    """Returns a function that shifts outputs by one position.
+
+    The first position gets the output before the pending block.
+    """
 
     def shift_outputs(stack_index: int, outputs: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return jnp.concatenate(
@@ -314,12 +326,12 @@ def _read_block(
     positions: Int[Array, "B T"],
     depth: int,
 ) -> tuple[KVCache, list[Float[Array, "B T D"]]]:
-    """Reads a block with true features in all turns; returns each turn's outputs."""
+    """Reads a block with true features in all stacks. Returns the outputs by stack."""
     hidden, outputs = network.to_hidden(features), []
     for stack_index in range(depth):
         if stack_index > 0:
             hidden = shift_outputs(stack_index, hidden)
-        # of the last `stack_index` positions, only the own one is right in its layers
+        # Of the last `stack_index` positions, this stack has right keys only for its own.
         mask = AttentionMask(stack_index, positions - stack_index, positions, depth)
         cache, hidden = _run_stack(network, stack_index, cache, hidden, embedded, positions, mask)
         outputs.append(hidden)
@@ -335,7 +347,7 @@ def _run_stack(
     positions: Int[Array, "B T"],
     mask: AttentionMask,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
-    """Runs the layers of one turn; a row's cache is numbered by position."""
+    """Runs the layers of one stack, writing their keys and values to the cache."""
     addresses = locate_block(cache, positions)
     for layer in range(stack_index * network.stack, (stack_index + 1) * network.stack):
         heads = network.attention_inputs(layer, hidden, embedded, positions)

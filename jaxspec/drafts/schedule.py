@@ -1,4 +1,4 @@
-"""When the draft learns during a run: with every batch, every n-th, or while that is worth it."""
+"""Schedules for training the draft during a run: every n-th batch, or while it is useful."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,18 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.state import AcceptanceTrend, Statistics
 
 MIN_RISE, PATIENCE, MAX_DROP = 0.01, 10, 0.03
-"""`train_while_useful` learns until the acceptance length has not risen by the first share in so
-many batches, and again where it is behind its best by the last share."""
+"""Thresholds of `train_while_useful`: relative rise, batches without a rise, relative drop.
+
+Training stops after `PATIENCE` batches without a rise of the acceptance length by `MIN_RISE`. It
+resumes if the length falls below its best by `MAX_DROP`.
+"""
 
 Schedule = Callable[[AcceptanceTrend, Int[Array, ""]], Bool[Array, ""]]
-"""(what acceptance was like so far, batches learnt from so far) -> whether the draft learns from
-the next one."""
+"""(acceptance trend, batches trained on) -> whether the draft trains on the next batch."""
 
 
 def init_trend() -> AcceptanceTrend:
-    """Nothing was generated yet."""
+    """Returns the trend before the first rollout."""
     return AcceptanceTrend(
         length=jnp.zeros((), jnp.float32),
         best=jnp.zeros((), jnp.float32),
@@ -27,14 +29,15 @@ def init_trend() -> AcceptanceTrend:
 
 
 def update_trend(trend: AcceptanceTrend, statistics: Statistics) -> AcceptanceTrend:
-    """The trend after a rollout; as it was after one without a draft."""
+    """Updates the trend with a rollout. Returns it unchanged if no round had a draft."""
+    # Every round with a draft has a first position.
     drafted_rounds = jnp.sum(statistics.draft_rounds[:, :1])
     kept_count = jnp.sum(statistics.quarter_tokens)
     length = kept_count.astype(jnp.float32) / jnp.maximum(drafted_rounds, 1).astype(jnp.float32)
     has_risen = length > trend.best * (1 + MIN_RISE)
     new_trend = AcceptanceTrend(
         length=length,
-        # what it rises by is counted from here, however slowly it does
+        # The best moves only with a sufficient rise, so that slow rises add up to one.
         best=jnp.where(has_risen, length, trend.best),
         stale=jnp.where(has_risen, 0, trend.stale + 1),
     )
@@ -42,12 +45,12 @@ def update_trend(trend: AcceptanceTrend, statistics: Statistics) -> AcceptanceTr
 
 
 def train_every(batches: int) -> Schedule:
-    """With the first batch, and every so many from there."""
+    """Trains on the first batch and on every `batches`-th after it."""
     return lambda _, version: version % batches == 0
 
 
 def train_while_useful(trend: AcceptanceTrend, version: Int[Array, ""]) -> Bool[Array, ""]:
-    """While acceptance still rises, or has fallen behind its best: a policy that moves leaves a
-    frozen draft behind, and a draft that covers it has nothing to learn."""
+    """Trains while acceptance still rises, or has dropped below its best."""
+    # A policy that changes leaves a frozen draft behind. A draft that matches it learns nothing.
     del version
     return (trend.stale < PATIENCE) | (trend.length < trend.best * (1 - MAX_DROP))

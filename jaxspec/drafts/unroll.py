@@ -1,5 +1,8 @@
-"""The training-time test of drafts that feed themselves: the network of `recurrent` run over whole
-texts, each depth on its own states of the depth before."""
+"""Training-time test (EAGLE-3, arXiv 2503.01840) of drafts that run on their own states.
+
+Runs the network of `recurrent` over full texts. Each depth reads its own states of the depth
+before.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,59 +20,58 @@ from jaxspec.state import Pack
 
 
 class _KeyValues(NamedTuple):
-    """Keys and values of one layer, at positions or of entries."""
+    """Keys and values of one layer."""
 
     key: Float[Array, "B T M H"]
     value: Float[Array, "B T M H"]
 
 
 class _Entries(NamedTuple):
-    """Entries of packed texts, each at a position of its own."""
+    """Draft positions in packed texts, one entry each."""
 
     hidden: Float[Array, "B T D"]
     embedded: Float[Array, "B T A D"]
-    """Of the token that it reads at each depth."""
+    """Embedding of the token that each entry reads, by depth."""
     positions: Int[Array, "B T"]
-    """Places in their own text."""
+    """Position in the entry's own text."""
     text_starts: Int[Array, "B T"]
-    """Where in the sequence that text starts."""
+    """Index in the sequence at which that text starts."""
     indices: Int[Array, "B T"]
-    """Where in the sequence they stand themselves."""
+    """Index of the entry in the sequence."""
     deep_states: dict[int, list[_KeyValues]]
-    """Their deeper states, by layer."""
+    """Keys and values of deeper states, by layer."""
 
 
 def unroll_hidden(
     network: Network, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T A D"]:
-    """What the draft's head reads, by depth, at the position whose label it then predicts.
+    """Returns the inputs of the draft's head, by depth, at the positions of their labels.
 
-    It is zero where a text is too short, and may be where no label is learnt.
+    They are zero where the context is too short, and may be zero outside the loss mask. Attention
+    sees the layer's true positions and the entry's own deeper states.
 
     Args:
-      network: the draft; depth i of EAGLE-3 and MTP runs the layers of its turn i mod
-        `network.depth`.
-      target: the policy, which lends its embedding; no gradient reaches it.
-      forward: the policy's own pass over the pack, with taps where the draft reads them.
-      pack: texts side by side; the draft's attention stays inside each.
-      depths: of the unroll.
+      network: The draft. Depth i runs layer stack i mod `network.depth`.
+      target: The policy, which provides its embedding. It gets no gradient.
+      forward: The policy's pass over the pack, with aux hidden states if the draft uses them.
+      pack: Packed texts. Attention stays inside each text.
+      depths: Number of depths of the unroll.
 
-    Source: EAGLE-3, arXiv 2503.01840 (training-time test); attention sees the layer's true slots
-    and the entry's own deeper states.
+    Source: EAGLE-3, arXiv 2503.01840 (training-time test).
     """
     target, forward = jax.lax.stop_gradient((target, forward))
     features = forward.taps if network.with_taps else forward.hidden
     assert features is not None, "the policy's pass was run without taps"
     embedded = network.embed_tokens(target, pack.tokens).astype(features.dtype)
-    # Entry t stands at slot t+depth, reads token t+1+depth and predicts the label of t+1+depth, as
-    # the target does there.
+    # At depth d, entry t is at position t+d, reads token t+1+d and predicts the label at t+1+d,
+    # as the target does at that position.
     token_inputs = jnp.stack([_shift_left(embedded, depth + 1) for depth in range(depths)], axis=2)
     indices = jnp.broadcast_to(jnp.arange(pack.tokens.shape[1], dtype=jnp.int32), pack.tokens.shape)
     entries = _Entries(
         network.to_hidden(features), token_inputs, pack.positions, pack.text_start, indices, {}
     )
-    # Each turn's first depth gives the keys that its others attend to; later ones give none, so
-    # that they need not be run where no label is learnt.
+    # The first depth of each stack makes the true keys, which all later depths attend to. Later
+    # depths make no true keys, so they can be skipped where the loss mask is off.
     shallow = min(depths, network.depth)
     true_states: dict[int, _KeyValues] = {}
     outputs, entries, true_states = _run_depths(network, true_states, entries, range(shallow))
@@ -85,10 +87,11 @@ def unroll_hidden(
         mask = jnp.any(
             jnp.stack([_shift_left(pack.loss_mask, depth + 1) for depth in deep_depths]), axis=0
         )
+        # Estimated activations per entry, by which `map_masked` sizes its chunks.
         width = (
             (3 * network.config.ffn + 4 * network.config.embed) * network.stack * len(deep_depths)
         )
-        if network.config.family.experts:  # for which devices exchange tokens, all at once
+        if network.config.family.experts:  # all devices must exchange tokens in the same chunks
             deep_outputs = run_deep((network, true_states), *leaves)
         else:
             deep_outputs = map_masked(run_deep, (network, true_states), width, *leaves, mask=mask)
@@ -101,8 +104,11 @@ def unroll_hidden(
 def _run_depths(
     network: Network, true_states: dict[int, _KeyValues], entries: _Entries, depths: range
 ) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _KeyValues]]:
-    """Runs entries through some depths: what they give by depth, the entries after the last one,
-    and the true keys and values by layer, with those that the depths add."""
+    """Runs entries through some depths.
+
+    Returns the outputs by depth, the entries after the last depth, and the true keys and values by
+    layer, including those of these depths.
+    """
     hidden, deep_states, true_states, outputs = (
         entries.hidden,
         dict(entries.deep_states),
@@ -116,10 +122,13 @@ def _run_depths(
                 layer, hidden, entries.embedded[:, :, depth], entries.positions + depth
             )
             key_values = _KeyValues(heads.key, heads.value)
+            # The first depth of a stack reads true features, later ones the draft's own outputs.
             if depth == stack_index:
                 true_states[layer], deep_states[layer] = key_values, []
             if depth:
                 deep_states[layer] = [*deep_states[layer], key_values]
+            # Entry t of stack k reads the output of position t-k of the first stack, so true keys
+            # are visible up to there.
             last = entries.indices - stack_index
             attention = _attend_diagonal(
                 heads.query, true_states[layer], deep_states[layer], entries.text_starts, last
@@ -130,13 +139,14 @@ def _run_depths(
 
 
 def _shift_left(array: Shaped[Array, "B T ..."], offset: int) -> Shaped[Array, "B T ..."]:
-    """Position t gets what stood at t + offset; zeros come in at the end."""
+    """Shifts left by `offset`, padding with zeros."""
+    # A text shorter than the offset becomes all zeros.
     sides = [(0, 0), (0, min(offset, array.shape[1]))] + [(0, 0)] * (array.ndim - 2)
     return jnp.pad(array[:, offset:], sides)
 
 
 def _shift_right(array: Float[Array, "B T D"], offset: int) -> Float[Array, "B T D"]:
-    """Position t gets what stood at t - offset; zeros come in at the start."""
+    """Shifts right by `offset`, padding with zeros."""
     return jnp.pad(
         array[:, : max(array.shape[1] - offset, 0)],
         ((0, 0), (min(offset, array.shape[1]), 0), (0, 0)),
@@ -150,8 +160,9 @@ def _attend_diagonal(
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
-    """Joint softmax over the true entries from `first` to `last`, and the own states of each entry
-    alone: merged by log-sum-exp."""
+    """Attends to true entries from `first` to `last` and to each entry's own deeper states."""
+    # One softmax over both parts: they are computed apart and merged by log-sum-exp. An entry
+    # sees no deeper state of another entry, so these need one dot product each.
     attention, log_sum = attend_visible(query, true_states.key, true_states.value, first, last)
     if not deep_states:
         return attention
@@ -177,8 +188,7 @@ def _attend_diagonal(
 
 UNROLL = Unroll(
     depth_count=lambda steps: steps,
-    # Depth d has read the policy's hidden state 1 + d positions before the one whose label it
-    # predicts.
+    # Depth d last read a policy hidden state 1 + d positions before the label it predicts.
     min_context=lambda depths: 1 + jnp.arange(depths, dtype=jnp.int32),
     hidden_states=unroll_hidden,
     logits=lambda network, target, hidden: network.logits(target, hidden),

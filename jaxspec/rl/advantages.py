@@ -1,7 +1,7 @@
-"""Advantages: how much better each answer is than what could be expected.
+"""Advantages: rewards relative to a baseline.
 
-An estimator takes a baseline from every reward, and divides what is left by some scale. Rows
-without a reward count nowhere and get 0.
+An estimator subtracts a baseline from every reward and divides the difference by a scale. Rows
+without a reward affect no other row and get 0.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,22 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 STD_EPSILON = 1e-6
-"""Beside a standard deviation."""
+"""Added to a standard deviation before dividing by it."""
 MIN_VARIANCE = 1e-8
-"""Of advantages that are whitened."""
+"""Lower bound on the variance when whitening."""
 
 Rewards = Float[Array, "n G"]
-"""By group; whatever stands where there is no reward."""
+"""Rewards by group. Values of rows without a reward are ignored."""
 Valid = Bool[Array, "n G"]
-"""Which rows have a reward."""
+"""Mask of rows that have a reward."""
 Baseline = Callable[[Rewards, Valid], Float[Array, "n G"]]
-"""Rewards less what could be expected of them."""
+"""(rewards, valid) -> rewards minus a baseline."""
 Centered = Float[Array, "n G *T"]
-"""Rewards less their baseline: one of each row, or of each of its T tokens."""
+"""Rewards minus their baseline: one value per row, or per each of its T tokens."""
 TokenCounts = Int[Array, "n G *T"]
-"""Tokens that each advantage is of: the length of a response, or 1 for one of its tokens."""
+"""Tokens per advantage: a response's length, or 1 for a single token."""
 Scale = Callable[[Centered, Rewards, Valid, TokenCounts], Centered]
+"""(centered rewards, rewards, valid, token counts) -> scaled values."""
 
 
 def compute_advantages(
@@ -40,21 +41,23 @@ def compute_advantages(
     """Computes the advantage of every row, or of every token if there are `costs`.
 
     Args:
-      rewards: of each row; rows of a group are adjacent.
-      valid: which rows have a reward.
-      counts: tokens of each response; with `costs`, 1 for each token of a response and 0 elsewhere.
-      group_size: rows of a group.
-      baseline: takes from each reward its expectation.
-      scale: divides the rest.
-      costs: what each token takes from its reward, after the baseline.
+      rewards: Reward of each row. Rows of a group are adjacent.
+      valid: Mask of rows that have a reward.
+      token_counts: Tokens of each response. With `costs`, 1 at each response token and 0 elsewhere.
+      group_size: Rows per group.
+      baseline: Subtracts a baseline from the rewards.
+      scale: Scales the differences.
+      costs: Cost of each token, subtracted after the baseline.
     """
 
     def group_rows(values: Array) -> Array:
         return values.reshape(-1, group_size, *values.shape[1:])
 
     rewards, valid, token_counts = group_rows(rewards), group_rows(valid), group_rows(token_counts)
+    # Invalid rewards may be NaN, so they are replaced before arithmetic and masked after it.
     centered, has_advantage = jnp.where(valid, baseline(rewards, valid), 0), valid
     if costs is not None:
+        # A cost is a token's own. Subtracted before the baseline, it would enter the group's mean.
         has_advantage = valid[..., None] & (token_counts > 0)
         centered = jnp.where(has_advantage, centered[..., None] - group_rows(costs), 0)
     scaled = jnp.where(has_advantage, scale(centered, rewards, valid, token_counts), 0)
@@ -62,7 +65,7 @@ def compute_advantages(
 
 
 def _append_axes(values: Array, reference: Array) -> Array:
-    """Values with an axis of 1 for each further axis of another array."""
+    """Appends axes of size 1 up to the rank of `reference`."""
     return values.reshape(*values.shape, *(1,) * (reference.ndim - values.ndim))
 
 
@@ -70,13 +73,15 @@ def _append_axes(values: Array, reference: Array) -> Array:
 
 
 def keep_rewards(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
-    """Rewards as they are (REINFORCE)."""
+    """Returns rewards unchanged (REINFORCE)."""
     del valid
     return rewards
 
 
 def subtract_group_mean(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
-    """Against the mean of the group: exactly 0 where its rewards are equal.
+    """Subtracts the group's mean reward.
+
+    The result is exactly 0 if all rewards of a group are equal.
 
     Source: GRPO, arXiv 2402.03300, section 4.1.2.
     """
@@ -84,7 +89,9 @@ def subtract_group_mean(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
 
 
 def subtract_leave_one_out_mean(rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
-    """Against the mean of the group's other rewards (leave-one-out); 0 for a row without others.
+    """Subtracts the mean of the group's other rewards.
+
+    The result is 0 for a row without others.
 
     Source: RLOO, arXiv 2402.14740, section 2.3.
     """
@@ -100,10 +107,11 @@ def subtract_leave_one_out_mean(rewards: Rewards, valid: Valid) -> Float[Array, 
 def keep_scale(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """As they are: dividing by a group's deviation weighs easy and hard prompts more than others.
+    """Returns centered rewards unchanged.
 
     Source: Dr. GRPO, arXiv 2503.20783, section 3.1.
     """
+    # Dividing by a group's deviation would give very easy and very hard prompts more weight.
     del rewards, valid, token_counts
     return centered
 
@@ -111,7 +119,7 @@ def keep_scale(
 def divide_by_population_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Over the standard deviation of the group's G rewards, whose squares are divided by G."""
+    """Divides by the population standard deviation of the group's rewards."""
     del token_counts
     return _divide_by_std(centered, _valid_variance(rewards, valid, ddof=0))
 
@@ -119,8 +127,10 @@ def divide_by_population_std(
 def divide_by_sample_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Over the standard deviation of the group with Bessel's correction, whose squares are divided
-    by G - 1: what TRL, verl and NeMo RL take."""
+    """Divides by the sample standard deviation of the group's rewards.
+
+    It has Bessel's correction, as in TRL, verl and NeMo RL.
+    """
     del token_counts
     return _divide_by_std(centered, _valid_variance(rewards, valid, ddof=1))
 
@@ -128,8 +138,10 @@ def divide_by_sample_std(
 def divide_by_leave_one_out_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Over the same of the group's other rewards, so that rows of one group have different scales
-    (NeMo RL's, with a leave-one-out baseline)."""
+    """Divides by the sample standard deviation of the group's other rewards.
+
+    Rows of a group get different scales. NeMo RL uses it with a leave-one-out baseline.
+    """
     del token_counts
     return _divide_by_std(
         centered, _valid_variance(_repeat_group(rewards), _other_rows(valid), ddof=1)[..., 0]
@@ -139,7 +151,7 @@ def divide_by_leave_one_out_std(
 def divide_by_batch_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Over the standard deviation, with Bessel's correction, of all rewards of the batch."""
+    """Divides by the sample standard deviation of all rewards of the batch."""
     del token_counts
     variance = _valid_variance(rewards.reshape(1, -1), valid.reshape(1, -1), ddof=1)
     return _divide_by_std(centered, variance)
@@ -148,9 +160,9 @@ def divide_by_batch_std(
 def whiten_over_tokens(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Mean 0 and variance 1 over all tokens of the batch; exactly 0 if all are equal.
+    """Whitens to mean 0 and variance 1 over all tokens of the batch.
 
-    A row counts as often as its response has tokens.
+    The result is exactly 0 if all values are equal. A row has the weight of its token count.
 
     Source: REINFORCE++, arXiv 2501.03262, section 3.
     """
@@ -159,7 +171,7 @@ def whiten_over_tokens(
     count = jnp.maximum(jnp.sum(weight), 1)
     deviations = centered - jnp.sum(weight * centered) / count
     variance = jnp.sum(weight * deviations * deviations) / count
-    # the mean of equal numbers may be rounded, and the least variance would magnify what is left
+    # Rounding may leave a difference of equal values, which `MIN_VARIANCE` would magnify.
     has_spread = _values_differ(centered.reshape(1, -1), weight.reshape(1, -1) > 0)[0, 0]
     return has_spread * deviations * lax.rsqrt(jnp.maximum(variance, MIN_VARIANCE))
 
@@ -180,8 +192,9 @@ def _valid_count(valid: Bool[Array, "*n G"], values: Float[Array, "*n G"]) -> Fl
 def _values_differ(
     values: Float[Array, "*n G"], valid: Bool[Array, "*n G"]
 ) -> Float[Array, "*n 1"]:
-    """1 where two of them differ, else 0: the mean of equal numbers may be rounded, and what is
-    then left of them is as large as `STD_EPSILON`."""
+    """Returns 1 where two valid values differ, else 0."""
+    # The mean of equal values may be rounded. The difference left is then as large as
+    # `STD_EPSILON` and would become an advantage, so callers multiply by this.
     highest = jnp.max(jnp.where(valid, values, -jnp.inf), axis=-1, keepdims=True)
     lowest = jnp.min(jnp.where(valid, values, jnp.inf), axis=-1, keepdims=True)
     return (highest > lowest).astype(values.dtype)
@@ -190,8 +203,12 @@ def _values_differ(
 def _valid_variance(
     values: Float[Array, "*n G"], valid: Bool[Array, "*n G"], ddof: int
 ) -> Float[Array, "*n 1"]:
-    """The sum of squares over the count less `freedom`; exactly 0 where all are equal."""
+    """Returns the variance with `ddof` fewer degrees of freedom.
+
+    It is exactly 0 if all values are equal.
+    """
     deviations = jnp.where(valid, values - _valid_mean(values, valid), 0)
+    # A single value with ddof=1 would divide by 0. Its sum of squares is 0 anyway.
     count = jnp.maximum(_valid_count(valid, values) - ddof, 1)
     return (
         _values_differ(values, valid)
@@ -201,16 +218,16 @@ def _valid_variance(
 
 
 def _divide_by_std(centered: Centered, variance: Float[Array, "..."]) -> Centered:
-    """Over the standard deviation; what has none is left as it is."""
+    """Divides by the standard deviation, unless it is 0."""
     deviation = jnp.sqrt(_append_axes(variance, centered))
     return centered / jnp.where(deviation > 0, deviation + STD_EPSILON, 1)
 
 
 def _repeat_group(values: Float[Array, "n G"]) -> Float[Array, "n G G"]:
-    """Every group once for each of its rows."""
+    """Repeats every group once for each of its rows."""
     return jnp.broadcast_to(values[:, None, :], (*values.shape, values.shape[1]))
 
 
 def _other_rows(valid: Bool[Array, "n G"]) -> Bool[Array, "n G G"]:
-    """For each row, the other rows of its group that have a reward."""
+    """Masks, for each row, the group's other rows that have a reward."""
     return valid[:, None, :] & ~jnp.eye(valid.shape[1], dtype=bool)

@@ -1,5 +1,7 @@
-"""The draft's objective: training-time test on the policy's own hidden states, detached, under one
-of several losses."""
+"""The draft's training objective: training-time test under one of several losses.
+
+It trains on the policy's detached hidden states.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,25 +16,33 @@ from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack, PyTree
 
 KL_DECAY = 3.0
-"""How fast `kl_tv_hybrid` leaves KL as acceptance grows: eta of arXiv 2602.23881."""
+"""Rate at which `kl_tv_hybrid` moves from KL to total variation with rising acceptance.
+
+It is eta of arXiv 2602.23881.
+"""
 
 DraftLossFunction = Callable[[Float[Array, "*B W"], Float[Array, "*B W"]], Float[Array, "*B"]]
-"""(the target's logprobs of the draft's tokens, not renormalised; the draft's logprobs) -> loss at
-each position."""
+"""(target logprobs, draft logprobs) -> loss at each position.
+
+Target logprobs cover the draft's tokens and are not renormalized.
+"""
 
 
 def cross_entropy(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """Soft cross-entropy to the target renormalised over the draft's vocabulary."""
+    """Computes soft cross-entropy to the renormalized target."""
+    # Renormalized over the draft's vocabulary, as the draft has no probability outside it.
     return -jnp.sum(jax.nn.softmax(target_logprobs, axis=-1) * draft_logprobs, axis=-1)
 
 
 def kl_divergence(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """KL divergence from the draft to the target renormalised over the draft's vocabulary; the
-    gradient is that of cross-entropy."""
+    """Computes KL divergence from the draft to the renormalized target.
+
+    Its gradient equals that of cross-entropy.
+    """
     renormalized = jax.nn.log_softmax(target_logprobs, axis=-1)
     return jnp.sum(jnp.exp(renormalized) * (renormalized - draft_logprobs), axis=-1)
 
@@ -40,16 +50,22 @@ def kl_divergence(
 def negative_log_acceptance(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """-log sum_v min(target, draft): the alpha form of LK (arXiv 2602.23881)."""
+    """Computes -log sum_v min(target, draft).
+
+    It is the alpha form of LK (arXiv 2602.23881).
+    """
     return -jax.nn.logsumexp(jnp.minimum(target_logprobs, draft_logprobs), axis=-1)
 
 
 def kl_tv_hybrid(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """KL where acceptance is low, total variation where it is high, by each position's own detached
-    weight: the lambda form of LK."""
+    """Mixes KL (at low acceptance) and total variation (at high acceptance).
+
+    It is the lambda form of LK (arXiv 2602.23881).
+    """
     rejection = total_variation(target_logprobs, draft_logprobs)
+    # The weight follows each position's acceptance, but must not be a way to lower the loss.
     weight = jnp.exp(-KL_DECAY * (1 - jax.lax.stop_gradient(rejection)))
     return weight * kl_divergence(target_logprobs, draft_logprobs) + (1 - weight) * rejection
 
@@ -57,14 +73,14 @@ def kl_tv_hybrid(
 def total_variation(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """1 - sum_v min(target, draft): the chance that a draft is rejected."""
+    """Computes 1 - sum_v min(target, draft), the rejection probability."""
     return 1 - expected_acceptance(target_logprobs, draft_logprobs)
 
 
 def expected_acceptance(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """sum_v min(target, draft): the chance that a token drawn from the draft is accepted."""
+    """Computes sum_v min(target, draft), the acceptance probability."""
     return jnp.sum(jnp.exp(jnp.minimum(target_logprobs, draft_logprobs)), axis=-1)
 
 
@@ -77,47 +93,50 @@ LOSSES: dict[str, DraftLossFunction] = {
 }
 
 COVERED_ONLY_LOSSES: frozenset[DraftLossFunction] = frozenset({cross_entropy, kl_divergence})
-"""Losses that skip positions where the target's likeliest token is not the draft's: the
-renormalised target says nothing about them."""
+"""Losses that skip positions whose most likely target token is not in the draft's vocabulary.
+
+The renormalized target carries no information there.
+"""
 
 
 class DraftObjective(NamedTuple):
-    """What a draft is trained for; static in a compiled program."""
+    """Training objective of a draft, static in a compiled program."""
 
     loss: DraftLossFunction
     steps: int
-    """Depths; depth i feeds the draft its own output of depth i-1 and the true token."""
+    """Depths of training. Depth i reads the draft's own output of depth i-1 and the true token."""
     decay: float
-    """Weight of depth i is decay**i."""
+    """Weight of depth i is decay**i, normalized."""
     temperature: float
-    """Of the rollouts; both distributions are taken at it, whole: bans, ids without a token, top-k
-    and top-p are left out, since verification sees to them. 0 counts as 1, since a distribution
-    of one token teaches nothing."""
+    """Rollout temperature, applied to both distributions. 0 counts as 1."""
+    # Bans, top-k and top-p are left out, since verification applies them. At temperature 0 the
+    # target would be a single token, which carries too little to learn from.
     unroll: Unroll
-    """How the draft's kind is run over texts."""
+    """Functions that run this kind of draft over texts."""
 
     @property
     def depth_count(self) -> int:
-        """Depths at which this kind of draft is trained."""
+        """Number of depths at which this kind of draft is trained."""
         return self.unroll.depth_count(self.steps)
 
     def depth_weights(self, depth_count: int) -> list[float]:
-        """Of each depth's mean in the loss; they sum to 1."""
+        """Returns the weight of each depth's mean in the loss. They sum to 1."""
         weights = [self.decay**depth for depth in range(depth_count)]
         return [weight / sum(weights) for weight in weights]
 
 
 class DraftComparison(NamedTuple):
-    """A draft beside its target at positions of packed texts, by depth; sums over the positions
-    that a depth predicts."""
+    """Comparison of draft and target at positions of packed texts, by depth.
+
+    Elsewhere it holds sums over the positions that a depth predicts.
+    """
 
     loss: Float[Array, "*P A"]
-    """Where the loss says nothing (see `COVERED_ONLY_LOSSES`), 0."""
+    """Loss; 0 at positions that the loss skips (see `COVERED_ONLY_LOSSES`)."""
     acceptance: Float[Array, "*P A"]
-    """sum_v min(target, draft): the chance that a draft of this depth is accepted, given that the
-    ones before were."""
+    """Acceptance probability at this depth, given that the depths before were accepted."""
     agreement: Float[Array, "*P A"]
-    """1 where the draft's likeliest token is the target's."""
+    """1 where draft and target have the same most likely token."""
 
 
 def depth_loss_mask(
@@ -126,7 +145,10 @@ def depth_loss_mask(
     positions: Int[Array, "B T"],
     depth_count: int,
 ) -> Bool[Array, "B T A"]:
-    """Which labels each depth predicts: those to learn before which a text has enough tokens."""
+    """Masks the labels that each depth predicts.
+
+    They are those in the loss mask with enough context before them.
+    """
     return loss_mask[:, :, None] & (
         positions[:, :, None] >= objective.unroll.min_context(depth_count)
     )
@@ -140,13 +162,14 @@ def unroll_draft(
     depth_count: int,
     objective: DraftObjective,
 ) -> Float[Array, "B T A D"]:
-    """What the draft's head reads, by depth, at the position whose label it then predicts.
+    """Returns the inputs of the draft's head, by depth.
 
-    It is zero where a text is too short, and may be where no label is learnt. No gradient reaches
-    the policy, whose own pass `forward` is.
+    Each is at the position of the label that it predicts. They are zero where the context is too
+    short, and may be zero outside the loss mask. `forward` is the policy's pass.
 
     Source: EAGLE-3, arXiv 2503.01840 (training-time test).
     """
+    # The draft's loss must not change the policy through its hidden states.
     target, forward = jax.lax.stop_gradient((target, forward))
     return objective.unroll.hidden_states(network, target, forward, pack, depth_count)
 
@@ -158,14 +181,17 @@ def compare_draft(
     hidden: Float[Array, "B T A D"],
     objective: DraftObjective,
 ) -> DraftComparison:
-    """Compares a draft with its target, whose `logits` are those of each position's label: computed
-    once for all depths."""
+    """Compares a draft with its target, by depth.
+
+    `logits` are the target's at each label, computed once for all depths.
+    """
     temperature = objective.temperature or 1.0
     vocab_ids = objective.unroll.vocabulary(network)
     full_logprobs = jax.nn.log_softmax(jax.lax.stop_gradient(logits) / temperature, axis=-1)
     target_logprobs = (
         full_logprobs if vocab_ids is None else jnp.take(full_logprobs, vocab_ids, axis=-1)
     )
+    # Taken before any restriction to the draft's vocabulary, to see the target's overall maximum.
     is_covered = jnp.max(target_logprobs, axis=-1) == jnp.max(full_logprobs, axis=-1)
     comparisons = []
     for depth in range(hidden.shape[2]):
@@ -175,6 +201,7 @@ def compare_draft(
         loss = objective.loss(target_logprobs, draft_logprobs)
         if vocab_ids is not None and objective.loss in COVERED_ONLY_LOSSES:
             loss = jnp.where(is_covered, loss, 0)
+        # Acceptance is a metric here, and must not hold memory for a backward pass.
         overlap = jax.lax.stop_gradient(expected_acceptance(target_logprobs, draft_logprobs))
         agreement = is_covered & (
             jnp.argmax(target_logprobs, axis=-1) == jnp.argmax(draft_logprobs, axis=-1)
@@ -186,8 +213,7 @@ def compare_draft(
 
 
 class DraftLoss(NamedTuple):
-    """Loss; expected acceptance and agreement by depth, each a mean over the positions to
-    predict."""
+    """Means over the predicted positions: the loss, and acceptance and agreement by depth."""
 
     loss: Float[Array, ""]
     acceptance: Float[Array, " A"]
@@ -197,8 +223,10 @@ class DraftLoss(NamedTuple):
 def compute_draft_loss(
     network: PyTree, target: Decoder, forward: DecoderOutput, pack: Pack, objective: DraftObjective
 ) -> DraftLoss:
-    """The draft's loss on one pack alone, all at once. The learner, which has many, sums what
-    `compare_draft` gives."""
+    """Computes the draft's loss on a single pack.
+
+    The learner has many packs, and sums the results of `compare_draft` instead.
+    """
     depth_count = objective.depth_count
     hidden = unroll_draft(network, target, forward, pack, depth_count, objective)
 

@@ -1,5 +1,7 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a batch of groups whose answers differ in
-reward, which several rollouts fill; its rows stay on the devices."""
+"""Dynamic sampling: fills a batch with groups of mixed rewards from several rollouts.
+
+Rows stay on the devices. Source: DAPO, arXiv 2503.14476, section 3.2.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,8 @@ from jaxspec.state import PyTree, ScoredRollout
 def has_mixed_rewards(
     rewards: Float[np.ndarray, " B"], valid: Bool[np.ndarray, " B"], group_size: int
 ) -> Bool[np.ndarray, " n"]:
-    """Groups in which two rows that have a reward have different ones: in all others advantages
-    against the group are 0."""
+    """Returns which groups have valid rows with different rewards."""
+    # In all other groups, advantages relative to the group are 0.
     rewards, valid = rewards.reshape(-1, group_size), valid.reshape(-1, group_size)
     lowest = np.where(valid, rewards, np.inf).min(axis=1)
     return lowest < np.where(valid, rewards, -np.inf).max(axis=1)
@@ -26,11 +28,12 @@ def has_mixed_rewards(
 def assign_places(
     groups: Int[np.ndarray, " m"], filled_count: int, capacity: int, mini_batches: int
 ) -> Int[np.ndarray, " n"]:
-    """Where groups of a rollout go in a batch of `capacity` groups, the first `filled_count` of
-    which it has: the group that comes to each place, or -1.
+    """Assigns groups of a rollout to the free places of a batch.
 
-    Mini-batches take turns, so that a batch that stays short has some of each.
+    The batch has `capacity` places, of which `filled_count` are taken. Returns the group for each
+    place, or -1.
     """
+    # Mini-batches take turns, so that each has some groups even if the batch is never full.
     interleaved_places = np.arange(capacity).reshape(mini_batches, -1).T.reshape(-1)
     group_at_place = np.full(capacity, -1, np.int32)
     group_at_place[interleaved_places[filled_count : filled_count + len(groups)]] = groups
@@ -40,14 +43,15 @@ def assign_places(
 def insert_groups(
     batch: ScoredRollout, rollout: ScoredRollout, group_at_place: Int[Array, " n"], mesh: Mesh
 ) -> ScoredRollout:
-    """A batch with groups of a rollout at the places where `group_at_place` says which; neither has
-    a plan.
+    """Inserts groups of a rollout into a batch, at the places where `group_at_place` is set.
 
-    Groups go to any shard: which of them read whose rows is planned when the batch is full.
+    Neither argument has a packing plan.
     """
+    # A group may go to any shard. The plan of the full batch balances rows over shards.
     shard_count, rows = row_shard_count(mesh), P(ROWS)
 
     def insert_on_shard(batch: PyTree, rollout: PyTree, group_at_place: Int[Array, " n"]) -> PyTree:
+        # An unset place gathers group 0, which `select_values` discards.
         place_count = len(group_at_place)
         grouped_rollout = jax.tree.map(
             lambda leaf: leaf.reshape(place_count, len(leaf) // place_count, *leaf.shape[1:]),

@@ -1,8 +1,10 @@
-"""How weights and gradients go between shards in the learner's pass (FSDP): a weight is gathered
-when it is used, its gradient is added up and split again, and on CPUs all of it keeps an order.
+"""Collectives of weights and gradients in the learner's pass (FSDP).
 
-Experts stay where they are on the axis `expert`: tokens go to them (`models/moe.py`), so that their
-gradients are of all its members' tokens, and are added up over `data` alone."""
+A weight is gathered when it is used. Its gradient is summed and scattered again. On CPUs these
+collectives are ordered. Experts are not gathered over the axis `expert`: tokens are sent to them
+(`models/moe.py`). Their gradients include the tokens of all members and are summed over `data`
+only.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,41 +24,41 @@ from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.state import PyTree
 
 NetworkPair = tuple[PyTree, PyTree]
-"""Something of the policy, and the same of the draft."""
+"""The same value of the policy and of the draft."""
 
 OUTSIDE = ("embedding", "norm", "head")
-"""A decoder's weights outside its layers."""
+"""Names of a decoder's weights outside its layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightShards:
-    """A pair's weights on one shard of rows, inside a `shard_map` that is manual over what splits
-    them."""
+    """Weights of policy and draft on one shard of rows, inside a manual `shard_map`."""
 
     specs: NetworkPair
-    """How every leaf is split over the mesh: trees of `PartitionSpec`."""
+    """`PartitionSpec` of every leaf."""
     dtype: str
-    """Of products."""
+    """Data type of matrix products."""
     needs_order: bool
-    """Whether this mesh needs an order among collectives (`order.needs_ordering`)."""
+    """Whether collectives must be ordered by data (see `order.needs_ordering`)."""
 
     def map_specs(self, select: Callable[[NetworkPair], NetworkPair]) -> "WeightShards":
-        """The shards of a part of the pair, such as a policy's layers."""
+        """Selects part of the networks, such as a policy's layers."""
         return dataclasses.replace(self, specs=select(self.specs))
 
     # ---- forward: gathering
 
     def gather_layer(self, layer: Layers) -> Layers:
-        """One of the policy's layers whole over `data`: its leaves are split as in the stack of
-        layers, whose first axis is gone."""
+        """Gathers one of the policy's layers over `data`."""
+        # Specs are those of the stacked layers, so each has the layer axis as its first.
         stacked = attach_lora(self.specs[0]).layers
         return jax.tree.map(
             lambda leaf, spec: _gather_weight(leaf, P(*tuple(spec)[1:]), self.dtype), layer, stacked
         )
 
     def gather_outside_layers(self, policy: Decoder | AdaptedDecoder, draft: PyTree) -> NetworkPair:
-        """Policy and draft with everything whole over `data` but the policy's layers, which are
-        made whole one by one as they run."""
+        """Gathers policy and draft over `data`, except the policy's layers."""
+        # Layers are gathered one by one as they run, so only one is held at a time.
+        # Mapping the identity copies the modules, so `setattr` leaves the arguments unchanged.
         policy, policy_specs = (
             jax.tree.map(lambda leaf: leaf, network) for network in (policy, self.specs[0])
         )
@@ -75,8 +77,8 @@ class WeightShards:
         return policy, self._gather_network(draft, self.specs[1])
 
     def _gather_network(self, network: PyTree, specs: PyTree) -> PyTree:
-        """Weights whole over `data`. Embeddings and heads keep the master type, in which chunks of
-        positions add up their gradients."""
+        """Gathers a network's weights over `data`."""
+        # Embeddings and heads keep the master type, since gradients of many chunks add up in it.
 
         def gather_leaf(path: Any, leaf: Array, spec: P) -> Array:
             return _gather_weight(
@@ -91,8 +93,8 @@ class WeightShards:
     # ---- backward: adding up
 
     def sum_gradients(self, gradients: NetworkPair) -> NetworkPair:
-        """A pass's gradients added up over the shards. Of what is split, every micro-batch has
-        added up the shards' parts already."""
+        """Sums a pass's gradients over the shards."""
+        # Split weights are summed already: every micro-batch reduce-scatters their gradients.
         return jax.tree.map(
             lambda leaf, spec: (
                 lax.psum(leaf, _replicated_axes(spec)) if _replicated_axes(spec) else leaf
@@ -104,18 +106,21 @@ class WeightShards:
     def order_draft_backward(
         self, hidden: Float[Array, "1 T D"], draft: PyTree
     ) -> tuple[Float[Array, "1 T D"], PyTree]:
-        """The policy's last hidden states and the draft as they are; in the backward pass the
-        policy's layers come after the draft's, of which then nothing is kept any more."""
+        """Returns its arguments. In the backward pass, orders the draft before the policy."""
+        # Once the draft's backward pass is done, its activations are free before the policy's
+        # layers need memory.
 
         def backward(_: None, cotangents: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
             hidden_gradient, gradients = cotangents
             leaves, structure = jax.tree.flatten(gradients)
+            # Only floats: integer leaves have cotangents of type float0, which no barrier takes.
             float_indices = [
                 index
                 for index, leaf in enumerate(leaves)
                 if jnp.issubdtype(leaf.dtype, jnp.floating)
             ]
             if self.needs_order:
+                # On CPUs a barrier is removed before the program runs, so data must order it.
                 specs = jax.tree.leaves(self.specs[1])
                 return order_after(
                     hidden_gradient,
@@ -135,8 +140,10 @@ class WeightShards:
     # ---- the order on CPUs
 
     def signal_gathering(self, networks: NetworkPair) -> list[ReadySignal]:
-        """Where an order is needed, signs that everything outside the policy's layers has been
-        gathered."""
+        """Signals that all weights outside the policy's layers are gathered.
+
+        The list is empty if no order is needed.
+        """
         outside_leaves = [
             (leaf, spec)
             for leaf, spec, is_layer in self._iterate_leaves(networks)
@@ -147,7 +154,7 @@ class WeightShards:
         )
 
     def signal_layer_gradients(self, gradients: NetworkPair) -> list[ReadySignal]:
-        """Where an order is needed, signs that the gradients of the policy's layers are there."""
+        """Signals that gradients of the policy's layers are ready; empty if no order is needed."""
         return (
             [
                 signal_ready(leaf, spec)
@@ -159,8 +166,7 @@ class WeightShards:
         )
 
     def order_collectives(self, pair: NetworkPair, signals: list[ReadySignal]) -> NetworkPair:
-        """The pair, of which what goes between shards outside the policy's layers comes after all
-        of what `signals` are of."""
+        """Orders collectives outside the policy's layers after all `signals`."""
         if not signals:
             return pair
         ordered_leaves = [
@@ -170,8 +176,7 @@ class WeightShards:
         return jax.tree.unflatten(jax.tree.structure(pair), ordered_leaves)
 
     def _iterate_leaves(self, pair: NetworkPair) -> Iterator[tuple[Array, P, bool]]:
-        """The leaves of policy and draft, with how each is split, and whether it is in the policy's
-        layers."""
+        """Yields each leaf, its spec, and whether it belongs to the policy's layers."""
         specs = jax.tree.leaves(self.specs)
         for (path, leaf), spec in zip(
             jax.tree_util.tree_leaves_with_path(pair), specs, strict=True
@@ -184,9 +189,11 @@ def _path_names(path: Any) -> set[Any]:
 
 
 def _gather_weight(leaf: Array, spec: P, dtype: str, keeps_master_dtype: bool = False) -> Array:
-    """A weight in the type of products, whole over `data`; its gradient comes out as the weight
-    went in: in the weight's type, added up over the shards and split. `keeps_master_dtype`: the
-    value keeps the weight's type after the gathering."""
+    """Gathers a weight over `data`, in the type of products.
+
+    Its gradient is summed over the shards, scattered, and in the weight's own type. With
+    `keeps_master_dtype` the gathered value has that type too.
+    """
     is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return (
         _gather_with_vjp(leaf, spec, dtype, leaf.dtype.name, keeps_master_dtype)
@@ -199,6 +206,7 @@ def _all_gather(
     leaf: Array, spec: P, dtype: str, master_dtype: str, keeps_master_dtype: bool
 ) -> Array:
     axis, mesh_axes = _weight_split(spec)
+    # Cast before gathering, which halves the traffic of float32 weights.
     gather = partial(lax.all_gather, axis_name=mesh_axes, axis=axis, tiled=True)
     value = _run_collective(gather, leaf.astype(dtype), spec)
     return value.astype(master_dtype) if keeps_master_dtype else value
@@ -214,6 +222,7 @@ def _all_gather_backward(
     spec: P, dtype: str, master_dtype: str, keeps_master_dtype: bool, _: None, gradient: Array
 ) -> tuple[Array]:
     axis, mesh_axes = _weight_split(spec)
+    # Cast before summing, since shards add up in the master type.
     scatter = partial(lax.psum_scatter, axis_name=mesh_axes, scatter_dimension=axis, tiled=True)
     return (_run_collective(scatter, gradient.astype(master_dtype), spec),)
 
@@ -223,26 +232,28 @@ _gather_with_vjp.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def _run_collective(collective: Callable[[Array], Array], leaf: Array, spec: P) -> Array:
-    """A collective on a leaf that is split over shards; on each member of `tensor` alone, since
-    left to the compiler such a leaf would be made whole over `tensor` first."""
+    """Runs a collective on a leaf that is split over shards."""
     if not _weight_split(spec).mesh_axes:
         return leaf
     if TENSOR not in tuple(spec):
         return collective(leaf)
+    # Left to itself the compiler would gather the leaf over `tensor` first, so each member of
+    # `tensor` runs the collective on its own part.
     tensor_spec = P(*(TENSOR if axis == TENSOR else None for axis in spec))
     return shard_map_tensor(collective, tensor_spec, tensor_spec)(leaf)
 
 
 class _WeightSplit(NamedTuple):
-    """How a weight is split over shards that each need it whole."""
+    """Split of a weight over shards that gather it."""
 
     axis: int
-    """Which of its own."""
+    """Axis of the weight that is split."""
     mesh_axes: tuple[str, ...]
-    """Axes of the mesh; none: every shard has it whole, or its own experts of it."""
+    """Mesh axes of the split. Empty if shards hold the weight whole, or their own experts."""
 
 
 def _weight_split(spec: P) -> _WeightSplit:
+    # A spec without `data` includes that of experts: they are split, but never gathered.
     for axis, entry in enumerate(spec):
         if DATA in entry_axes(entry):
             return _WeightSplit(axis, entry_axes(entry))
@@ -250,6 +261,6 @@ def _weight_split(spec: P) -> _WeightSplit:
 
 
 def _replicated_axes(spec: P) -> tuple[str, ...]:
-    """Axes of the mesh along which shards have the same of a weight."""
+    """Returns the mesh axes of rows along which a weight is replicated."""
     split_axes = {axis for entry in spec for axis in entry_axes(entry)}
     return tuple(axis for axis in ROWS if axis not in split_axes)

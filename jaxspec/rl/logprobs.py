@@ -1,4 +1,4 @@
-"""Token log-probabilities of given sequences."""
+"""Log-probabilities of given tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxspec.state import UNDRAFTED, Rollout
 
 
 def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
-    """True at tokens that the policy sampled."""
+    """Masks the tokens that the policy sampled."""
     return rollout.origin >= UNDRAFTED
 
 
@@ -19,10 +19,10 @@ def label_logprobs(
     response_positions: Int[Array, "B T"],
     processing: Processing,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of each label under the sampling distribution, and the entropy of that.
+    """Computes each label's log-probability and the entropy at its position.
 
-    `produced` counts the tokens of the response before each label. A label that rounding puts just
-    outside top-k or top-p here, though it was sampled, counts as inside.
+    Both use the sampling distribution. `response_positions` counts the response tokens before each
+    label. A sampled label counts as inside top-k and top-p, even if rounding puts it just outside.
     """
     logprobs = compute_logprobs(logits, processing, response_positions, sampled_ids=labels)
     return _take_label_logprobs(logprobs, labels), entropy(logprobs)
@@ -38,8 +38,9 @@ def _take_label_logprobs(
 def _label_gradient(
     labels_and_vocab: tuple[Int[Array, "B T"], Int[Array, " V"]], gradient: Float[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], None]:
-    """The gradient by comparison, which joins the kernels around; a scatter would write zeros for
-    the whole vocabulary and read them again."""
+    """Computes the gradient of the logprobs by comparison with each label."""
+    # XLA fuses a comparison into its neighbors. A scatter would write zeros for the full
+    # vocabulary and read them again.
     labels, ids = labels_and_vocab
     zero = jnp.zeros((), gradient.dtype)
     return jnp.where(ids == labels[:, :, None], gradient[:, :, None], zero), None

@@ -1,6 +1,8 @@
-"""What a loss of the policy is put together from: its inputs, importance weights for data that
-another policy or another program sampled, how far logprobs are from the recorded ones, and a
-penalty for leaving a reference policy."""
+"""Terms of a policy loss.
+
+They are the loss inputs, importance weights, the KL penalty to a reference policy, and the gap
+between recorded and recomputed logprobs.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,49 +16,52 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.state import PyTree
 
 PerLabel = Float[Array, "B T"]
-"""Numbers of the labels of packed texts."""
+"""One value per label of packed texts."""
 
 
 class LossInputs(NamedTuple):
-    """What a loss may depend on: log-probabilities of the labels of packed texts, under the
-    distribution they were sampled from."""
+    """Inputs of a policy loss, per label of packed texts.
+
+    Log-probabilities are those of the sampling distribution.
+    """
 
     policy_logprobs: PerLabel
-    """With gradient."""
+    """Log-probabilities under the policy, with gradient."""
     old_logprobs: PerLabel
-    """Of the policy before the updates on this batch."""
+    """Log-probabilities under the policy before the updates on this batch."""
     sampled_logprobs: PerLabel
-    """As the rollout recorded them."""
+    """Log-probabilities recorded by the rollout."""
     reference_logprobs: PerLabel
-    """Of the policy that is not to be left too far; zeros where no loss asks for it."""
+    """Log-probabilities under the reference policy; zeros if the loss has no KL term."""
     entropy: PerLabel
-    """Of the policy's distribution, with gradient."""
+    """Entropy of the policy's distribution, with gradient."""
     advantages: PerLabel
     loss_mask: Bool[Array, "B T"]
-    """The labels to learn from; the loss of others is not looked at."""
+    """Labels to learn from. The loss of all others is ignored."""
     text_start: Int[Array, "B T"]
-    """Where in its sequence the text of each label starts."""
+    """Index in the sequence at which each label's text starts."""
 
 
 class Loss(NamedTuple):
-    """A loss, and what is measured beside it, label by label."""
+    """A loss and its metrics, per label."""
 
     by_label: PerLabel
     metrics: dict[str, PerLabel] = {}  # noqa: RUF012 - never changed
 
 
 def mask_labels(inputs: LossInputs, values: PerLabel) -> PerLabel:
-    """0 in place of what is not learnt, whatever stands there."""
+    """Zeros values outside the loss mask, even NaN."""
     return jnp.where(inputs.loss_mask, values, 0)
 
 
 def text_means(values: PerLabel, inputs: LossInputs) -> PerLabel:
-    """Means over the labels to learn of each text, at all its positions."""
+    """Computes each text's mean over the loss mask, at all of its positions."""
     return text_sums(values, inputs) / jnp.maximum(text_sums(jnp.ones_like(values), inputs), 1)
 
 
 def text_sums(values: PerLabel, inputs: LossInputs) -> PerLabel:
-    """Sums over the labels to learn of each text, at all its positions."""
+    """Computes each text's sum over the loss mask, at all of its positions."""
+    # The start of a text identifies it, so sums are collected there.
     rows = jnp.arange(len(values), dtype=jnp.int32)[:, None]
     sums = jnp.zeros_like(values).at[rows, inputs.text_start].add(mask_labels(inputs, values))
     return jnp.take_along_axis(sums, inputs.text_start, axis=1)
@@ -65,11 +70,8 @@ def text_sums(values: PerLabel, inputs: LossInputs) -> PerLabel:
 # ---- ratios of probabilities
 
 MAX_LOG_RATIO = 20.0
-"""Bound on every log ratio, on both sides.
-
-Float32 overflows beyond exp(88), and infinity times an advantage of 0 is NaN. A log ratio beyond
-the bound has slope 0.
-"""
+"""Bound on the absolute value of every log ratio. The gradient is 0 beyond it."""
+# Float32 overflows beyond exp(88), and infinity times an advantage of 0 is NaN.
 
 
 def clamp_log_ratio(log_ratio: PerLabel) -> PerLabel:
@@ -78,28 +80,30 @@ def clamp_log_ratio(log_ratio: PerLabel) -> PerLabel:
 
 
 def ratio_of(log_ratio: PerLabel) -> PerLabel:
-    """Ratios of probabilities, always finite unless the log ratio is NaN."""
+    """Computes probability ratios, finite unless the log ratio is NaN."""
     return jnp.exp(clamp_log_ratio(log_ratio))
 
 
 # ---- importance weights
 
 Correction = Callable[[LossInputs], Loss]
-"""Weights exp(old - sampled) without gradient, and what is measured of them."""
+"""Computes weights exp(old - sampled) without gradient, and their metrics."""
 
 
 class ImportanceWeights(NamedTuple):
-    """Importance weights of old policy over sampler: of each token, or one for a whole response."""
+    """Importance weights of the old policy over the sampler, per token or per response."""
 
     min_weight: float = 0.0
     max_weight: float = float("inf")
     truncate: bool = True
-    """Whether a weight above `most` is `most`; else what is outside is 0."""
+    """Whether weights above `max_weight` become `max_weight`. Else weights out of range become 0."""
     by_sequence: bool = False
-    """Whether a response has one weight, the product of those of its tokens."""
+    """Whether a response has a single weight, the product of its tokens' weights."""
 
     def __call__(self, inputs: LossInputs) -> Loss:
-        """Truncated (tis) or masked (icepop) weights; what is not finite counts 0.
+        """Computes truncated (tis) or masked (icepop) weights.
+
+        Weights that are not finite become 0.
 
         Source: tis, Yao et al., "Your efficient RL framework secretly brings you off-policy RL
         training" (2025); icepop, arXiv 2510.18855.
@@ -118,13 +122,13 @@ class ImportanceWeights(NamedTuple):
 
 
 class SequenceMask(NamedTuple):
-    """Importance weights of tokens, and 0 for all of a response whose geometric mean is outside."""
+    """Token importance weights, masked for responses whose geometric mean is out of bounds."""
 
     min_mean: float
     max_mean: float
 
     def __call__(self, inputs: LossInputs) -> Loss:
-        """Weights of tokens or 0."""
+        """Computes the weight of each token, or 0."""
         log_weights = mask_labels(inputs, inputs.old_logprobs - inputs.sampled_logprobs)
         mean_weight = _finite_weights(text_means(log_weights, inputs))
         is_outside = (mean_weight < self.min_mean) | (mean_weight > self.max_mean)
@@ -132,11 +136,12 @@ class SequenceMask(NamedTuple):
 
 
 def _finite_weights(log_weights: PerLabel) -> PerLabel:
-    """Weights of log weights; 0 for log weights that are not finite."""
+    """Exponentiates log weights. Those that are not finite become 0."""
     return jnp.where(jnp.isfinite(log_weights), ratio_of(log_weights), 0)
 
 
 def _detach_weights(weights: PerLabel, is_outside: Bool[Array, "B T"]) -> Loss:
+    # The weights correct the data. With a gradient they would become part of the objective.
     weights = lax.stop_gradient(weights)
     metrics = {"importance/mean": weights, "importance/outside": is_outside.astype(weights.dtype)}
     return Loss(weights, metrics)
@@ -145,26 +150,27 @@ def _detach_weights(weights: PerLabel, is_outside: Bool[Array, "B T"]) -> Loss:
 # ---- KL divergence from a reference policy, estimated by the labels
 
 Estimator = Callable[[PerLabel], PerLabel]
-"""Of x = reference - policy logprob; see http://joschu.net/blog/kl-approx.html."""
+"""Maps x = reference - policy logprob to an estimate; see http://joschu.net/blog/kl-approx.html."""
 
 
 def k1(log_ratio: PerLabel) -> PerLabel:
-    """Estimates KL(policy, reference) by -x: unbiased, of either sign.
+    """Estimates KL(policy, reference) by -x, which is unbiased and may be negative.
 
-    A reward less k1 has the gradient of the divergence. Its own slope is 0 on average.
+    Use it in the reward, where it has the gradient of the divergence. As a loss its gradient is 0
+    on average.
     """
     return -log_ratio
 
 
 def k2(log_ratio: PerLabel) -> PerLabel:
-    """Estimates KL(policy, reference) by x^2 / 2, whose slope is that of the divergence."""
+    """Estimates KL(policy, reference) by x^2 / 2, which has the divergence's gradient."""
     return log_ratio * log_ratio / 2
 
 
 def k3(log_ratio: PerLabel) -> PerLabel:
-    """Estimates KL(policy, reference) by exp(x) - 1 - x: unbiased, never negative.
+    """Estimates KL(policy, reference) by exp(x) - 1 - x, unbiased and never negative.
 
-    Its slope is that of KL(reference, policy) (GRPO, arXiv 2402.03300, equation 4).
+    Its gradient is that of KL(reference, policy). Source: GRPO, arXiv 2402.03300, equation 4.
     """
     return jnp.exp(log_ratio) - 1 - log_ratio
 
@@ -173,14 +179,14 @@ ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 class KlPenalty(NamedTuple):
-    """A penalty for leaving a reference policy."""
+    """Penalty for divergence from a reference policy."""
 
     beta: float
     estimator: Estimator
     importance: bool = False
-    """Whether a label in the loss is weighted by policy over sampler."""
+    """Whether labels in the loss are weighted by policy over sampler."""
     reward_to_go: bool = False
-    """Whether, in the reward, a token answers for the divergence from there on alone."""
+    """Whether a token's reward is charged only for the divergence from that token on."""
 
     def estimate_at_labels(self, inputs: LossInputs) -> PerLabel:
         """Estimates the divergence at each label."""
@@ -188,6 +194,7 @@ class KlPenalty(NamedTuple):
             inputs.policy_logprobs, inputs.reference_logprobs, inputs.loss_mask
         )
         if self.importance:
+            # The estimate is an expectation under the policy, but another policy sampled.
             log_ratio = mask_labels(inputs, inputs.policy_logprobs - inputs.sampled_logprobs)
             estimate = estimate * lax.stop_gradient(_finite_weights(log_ratio))
         return estimate
@@ -195,7 +202,7 @@ class KlPenalty(NamedTuple):
     def estimate_kl(
         self, logprobs: PerLabel, reference: PerLabel, loss_mask: Bool[Array, "B T"]
     ) -> PerLabel:
-        """Estimates the divergence at chosen labels from bounded log ratios; 0 at others."""
+        """Estimates the divergence inside the loss mask from clamped log ratios; 0 elsewhere."""
         return self.estimator(clamp_log_ratio(jnp.where(loss_mask, reference - logprobs, 0)))
 
 
@@ -203,25 +210,26 @@ class KlPenalty(NamedTuple):
 
 
 class LogprobGap(NamedTuple):
-    """How far the logprobs of the policy that is read are from those that the rollout recorded:
-    sums over the labels to learn."""
+    """Difference between recomputed and recorded logprobs, summed over the loss mask."""
 
     absolute: Float[Array, ""]
-    """Of |policy - sampled|."""
+    """Sum of |policy - sampled|."""
     probability_factor: Float[Array, ""]
-    """Of exp |policy - sampled|: by how much a probability differs (NeMo RL's
-    token_mult_prob_error)."""
+    """Sum of exp |policy - sampled|, the factor between the probabilities.
+
+    NeMo RL calls it token_mult_prob_error.
+    """
     kl: Float[Array, ""]
-    """Of exp(x) - 1 - x for x = policy - sampled: the divergence of what sampled from the
-    policy."""
+    """Sum of exp(x) - 1 - x for x = policy - sampled, which estimates KL(sampler, policy)."""
     max_absolute: Float[Array, ""]
-    """The largest |policy - sampled|."""
+    """Maximum of |policy - sampled|."""
     label_count: Float[Array, ""]
-    """How many."""
+    """Number of labels."""
 
     @classmethod
     def from_logprobs(cls, policy: PyTree, sampled: PyTree, loss_mask: PyTree) -> "LogprobGap":
-        """The sums of a pack."""
+        """Computes the sums of a pack."""
+        # Masked before `exp`, which could overflow outside the loss mask.
         log_ratio = jnp.where(loss_mask, policy - sampled, 0)
         absolute = jnp.abs(log_ratio)
         factor = jnp.where(loss_mask, jnp.exp(absolute), 0)
@@ -234,13 +242,14 @@ class LogprobGap(NamedTuple):
         )
 
     def merge_with(self, other: "LogprobGap") -> "LogprobGap":
-        """Both together."""
+        """Merges two sets of sums."""
+        # The maximum is no sum, so it is merged apart.
         max_absolute = jnp.maximum(self.max_absolute, other.max_absolute)
         return jax.tree.map(jnp.add, self, other)._replace(max_absolute=max_absolute)
 
     @property
     def metrics(self) -> dict[str, Float[Array, ""]]:
-        """Means over the labels, and the largest; NaN if there is none."""
+        """Returns means and the maximum; NaN without labels."""
         divisor = jnp.maximum(self.label_count, 1)
         means = {
             "rollout/logprob_gap_mean": self.absolute / divisor,
@@ -254,5 +263,5 @@ class LogprobGap(NamedTuple):
 
 
 def zero_gap(dtype: np.dtype) -> LogprobGap:
-    """The sums of no label."""
+    """Returns the sums over no labels."""
     return LogprobGap(*[jnp.zeros((), dtype)] * len(LogprobGap._fields))

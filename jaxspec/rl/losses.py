@@ -1,6 +1,6 @@
-"""Losses of the policy, label by label, and how labels are weighed in a batch.
+"""Policy losses per label, and the weights of labels in a batch.
 
-The learner sums the losses of the labels to learn, each with its weight in the batch.
+The learner sums the losses of all labels in the loss mask, each with its weight.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from jaxspec.rl.loss_terms import (
 )
 
 PolicyLoss = Callable[[LossInputs], Loss]
+"""Computes the loss of each label."""
 
 
 def policy_gradient_loss(
@@ -31,7 +32,7 @@ def policy_gradient_loss(
     kl: KlPenalty | None = None,
     entropy_weight: float = 0.0,
 ) -> Loss:
-    """correction * surrogate + beta * KL - entropy_weight * entropy, and the measures of each."""
+    """Computes correction * surrogate + beta * KL - entropy_weight * entropy, with metrics."""
     loss, metrics = surrogate(inputs)
     if correction is not None:
         weights, weight_metrics = correction(inputs)
@@ -45,27 +46,29 @@ def policy_gradient_loss(
 
 
 def negative_log_likelihood(inputs: LossInputs) -> Loss:
-    """In nats, of supervised training."""
+    """Computes the supervised loss, in nats."""
     return Loss(-inputs.policy_logprobs)
 
 
-# ---- surrogates: what the policy gradient is taken of
+# ---- surrogates, whose gradient is the policy gradient
 
 Surrogate = Callable[[LossInputs], Loss]
+"""Computes a surrogate loss per label."""
 
 
 def ppo_surrogate(
     inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 0.0
 ) -> Loss:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), the ratio being that of policy
-    to old policy; where A < 0 at most `dual_clip` times -A, unless that is 0.
+    """Computes -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
-    The first update on a batch has ratio 1 everywhere, so the clip binds only where a batch is used
-    more than once, or was sampled by an older policy.
+    The ratio is policy over old policy. If `dual_clip` is not 0, the loss for A < 0 is at most
+    -`dual_clip` * A.
 
-    Source: arXiv 2402.03300, equation 3 without the KL term; asymmetric clip as in DAPO, arXiv
-    2503.14476; dual clip, arXiv 1912.09729, equation 5.
+    Source: arXiv 2402.03300, equation 3 without the KL term. Asymmetric clip: DAPO, arXiv
+    2503.14476. Dual clip: arXiv 1912.09729, equation 5.
     """
+    # The ratio is 1 in the first update on a batch of the current policy. The clip has an effect
+    # only with several updates, or on rows of an older policy.
     ratio = ratio_of(_old_log_ratio(inputs))
     return _clip_ratio_loss(inputs, ratio, clip_low, clip_high, dual_clip)
 
@@ -73,7 +76,9 @@ def ppo_surrogate(
 def gspo_surrogate(
     inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float = 0.0
 ) -> Loss:
-    """The same with one ratio for a whole response: the geometric mean of those of its tokens.
+    """Computes the PPO surrogate with one ratio per response.
+
+    The ratio is the geometric mean of the tokens' ratios.
 
     Source: GSPO, arXiv 2507.18071, equations 5 to 7.
     """
@@ -89,6 +94,7 @@ def _clip_ratio_loss(
     loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
     is_clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     is_clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
+    # With A < 0 a large ratio is unbounded without the dual clip, so it counts as clipped high.
     if dual_clip:
         is_clipped_high |= (advantages < 0) & (ratio > dual_clip)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
@@ -96,8 +102,9 @@ def _clip_ratio_loss(
 
 
 def cispo_surrogate(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> Loss:
-    """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob: a ratio that is
-    clipped still has a gradient.
+    """Computes -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob.
+
+    Labels with a clipped ratio still have a gradient.
 
     Source: CISPO (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
     """
@@ -108,7 +115,7 @@ def cispo_surrogate(inputs: LossInputs, clip_low: float = 1.0, clip_high: float 
 
 
 def reinforce_surrogate(inputs: LossInputs) -> Loss:
-    """-A * logprob: no ratio, and so nothing that keeps the policy near the old one."""
+    """Computes -A * logprob, which does not bound the distance to the old policy."""
     return Loss(-inputs.advantages * mask_labels(inputs, inputs.policy_logprobs))
 
 
@@ -119,7 +126,7 @@ def _old_log_ratio(inputs: LossInputs) -> PerLabel:
 def _ratio_metrics(
     ratio: PerLabel, is_clipped_low: Bool[Array, "B T"], is_clipped_high: Bool[Array, "B T"]
 ) -> dict[str, PerLabel]:
-    """Ratios, and the labels that are clipped on either side."""
+    """Returns the ratios, and which labels are clipped on either side."""
     ratio = lax.stop_gradient(ratio)
     return {
         "ratio/mean": ratio,
@@ -131,14 +138,19 @@ def _ratio_metrics(
 # ---- how labels are weighed in a batch
 
 Aggregation = Callable[[Float[Array, "B T"], Float[Array, ""], Float[Array, ""]], PerLabel]
-"""(labels to learn of each label's text; of the whole batch, labels to learn and texts that have
-some) -> its weight in the loss of the batch."""
+"""(labels of each label's text, labels of the batch, texts of the batch) -> label weights.
+
+Only labels in the loss mask are counted, and only texts that have some.
+"""
 
 
 def token_mean(
     label_counts: Float[Array, "B T"], token_count: Float[Array, ""], text_count: Float[Array, ""]
 ) -> PerLabel:
-    """The mean over all labels (DAPO, arXiv 2503.14476): long responses count more."""
+    """Averages over all labels, so that long responses weigh more.
+
+    Source: DAPO, arXiv 2503.14476.
+    """
     del text_count
     return jnp.ones_like(label_counts) / token_count
 
@@ -146,21 +158,24 @@ def token_mean(
 def sequence_mean(
     label_counts: Float[Array, "B T"], token_count: Float[Array, ""], text_count: Float[Array, ""]
 ) -> PerLabel:
-    """The mean over responses of their means (GRPO, arXiv 2402.03300): a token of a long response
-    counts less."""
+    """Averages over responses, so that tokens of long responses weigh less.
+
+    Source: GRPO, arXiv 2402.03300.
+    """
     del token_count
+    # Texts without a label have no loss either. The bound only avoids a division by 0.
     return 1 / (jnp.maximum(label_counts, 1) * text_count)
 
 
 class ConstantDivisor(NamedTuple):
-    """Sums of responses over the longest response there may be and all rows that were asked.
+    """Sum over labels, divided by the maximum length times the number of requested rows.
 
-    So no token's weight depends on what else was sampled, or failed (Dr. GRPO, arXiv 2503.20783).
+    Source: Dr. GRPO, arXiv 2503.20783.
     """
 
     max_length: int
     row_count: int
-    """Rows of a mini-batch, whether or not they are learned from."""
+    """Rows of a mini-batch, including rows without labels."""
 
     def __call__(
         self,
@@ -168,6 +183,7 @@ class ConstantDivisor(NamedTuple):
         token_count: Float[Array, ""],
         text_count: Float[Array, ""],
     ) -> PerLabel:
-        """1 / (longest * rows)."""
+        """Returns 1 / (max_length * row_count) for every label."""
+        # A constant, so that a token's weight does not depend on the other samples.
         del token_count, text_count
         return jnp.ones_like(label_counts) / (self.max_length * self.row_count)
