@@ -26,7 +26,7 @@ of None (the default) mean that the logits cover the target's vocabulary.
 
 
 class Proposal(NamedTuple):
-    """Draft tokens of each row, and the logits they were drawn from."""
+    """Draft tokens and their logits."""
 
     tokens: Int[Array, "B K"]
     """Ids of the target's vocabulary."""
@@ -44,7 +44,7 @@ class Proposal(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Committed text, which is all that a draft may depend on.
+    """All that a draft may depend on: committed text.
 
     There are R rows, B of them in slots. Rows of a group are adjacent.
     """
@@ -59,13 +59,13 @@ class Context(NamedTuple):
     """Tokens of every row. None means that `lengths` has them."""
 
     def row_indices(self) -> Int[Array, " B"]:
-        """Returns the row index of each slot, or the last row for an empty slot."""
+        """Returns each slot's row; the last row if empty."""
         if isinstance(self.slot_rows, slice):
             return jnp.arange(len(self.lengths), dtype=jnp.int32)
         return jnp.minimum(self.slot_rows, len(self.tokens) - 1)
 
     def tokens_at(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """Returns the tokens at the given positions, clipped to the row's buffer."""
+        """Returns tokens at positions, clipped to the buffer."""
         if isinstance(self.slot_rows, slice):
             return jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
         return self.tokens[
@@ -78,7 +78,10 @@ class Context(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """Verified block of a round. Each row keeps its first `lengths` positions."""
+    """Verified block of a round.
+
+    Each row keeps its first `lengths` positions.
+    """
 
     tokens: Int[Array, "B K1"]
     """Token after each block position: the accepted drafts, then `next_token`."""
@@ -150,7 +153,10 @@ SizePairs = dict[str, tuple[int, int]]
 
 
 class Unroll(NamedTuple):
-    """Pure functions that run a learned draft over full texts, for training and evaluation."""
+    """Pure functions to train and evaluate a draft.
+
+    They run it over full texts.
+    """
 
     depth_count: Callable[[int], int]
     """Requested depths (`draft_training.ttt_steps`) -> depths that are trained."""
@@ -170,7 +176,7 @@ class Unroll(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """Variant of a loaded draft with one likely loader mistake undone."""
+    """Draft with a likely loading mistake undone."""
 
     description: str
     remedy: str
@@ -179,7 +185,7 @@ class Repair(NamedTuple):
 
 
 class ExportSpec(NamedTuple):
-    """Facts about the run that a draft's published files contain."""
+    """Run facts written to a draft's published files."""
 
     policy: ModelSpec
     """Spec of the policy, whose path is the exported policy's folder."""
@@ -245,7 +251,10 @@ class Learned(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Definition of a draft kind, registered in `kinds.py` under its `rollout.draft.kind`."""
+    """Definition of a draft kind.
+
+    `kinds.py` registers it under its `rollout.draft.kind`.
+    """
 
     build: Callable[[DraftSpec, tuple[int, ...]], Draft | None]
     """(spec, stop tokens) -> the draft's functions, or None for plain decoding."""

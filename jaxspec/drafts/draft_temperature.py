@@ -1,8 +1,9 @@
-"""Selects the draft's sampling temperature at each depth by logged expected acceptance.
+"""Selects the draft's temperature by logged acceptance.
 
-Expected acceptance is sum_v min(target, draft_T). Verification logs it for every T of a small grid
-wherever it compares target and draft, so no exploration is needed. Factors are fixed before a call
-draws anything, so they do not affect exactness of sampling.
+Each depth has its own factor, with the best expected acceptance sum_v min(target, draft_T).
+Verification logs it for every T of a small grid wherever it compares target and draft, so no
+exploration is needed. Factors are fixed before a call draws anything, so they do not affect
+exactness of sampling.
 """
 
 import jax.numpy as jnp
@@ -25,17 +26,18 @@ def init_overlap(draft_length: int, grid: tuple[float, ...]) -> Float[Array, "K 
 def update_overlap(
     overlap_sums: Float[Array, "K F"], statistics: Statistics
 ) -> Float[Array, "K F"]:
-    """Decays the sums and adds a batch, over all groups of the mesh."""
+    """Decays the sums and adds a batch."""
     return DECAY * overlap_sums + jnp.sum(statistics.overlap_by_factor, axis=0).astype(
         overlap_sums.dtype
     )
 
 
 def choose_factors(overlap_sums: Float[Array, "K F"], grid: tuple[float, ...]) -> Int[Array, " K"]:
-    """Returns the grid index of the best factor at each depth.
+    """Returns each depth's best factor, as grid index.
 
     Without measurements it is the index of 1, or of the nearest factor.
     """
+    # A depth without measurements keeps the rollout's own temperature.
     default_index = int(np.argmin(np.abs(np.asarray(grid) - 1)))
     return jnp.where(
         jnp.any(overlap_sums > 0, axis=-1),

@@ -1,6 +1,7 @@
-"""The EAGLE-3 draft kind: its published files, and repairs of files that were read wrong.
+"""EAGLE-3 as a draft kind.
 
-The network is in `models/eagle3.py`.
+Reads and writes published files, and lists repairs of files that were read wrong. The network is in
+`models/eagle3.py`.
 """
 
 import dataclasses
@@ -57,20 +58,24 @@ from jaxspec.state import PyTree
 
 
 def head_taps(head: HeadSpec, layers: int) -> tuple[int, ...]:
-    """Returns the layer boundaries at which a head reads a policy of `layers` layers.
+    """Returns the layer boundaries that a head reads.
 
-    They are empty for a head that reads the final-norm hidden states.
+    The policy has `layers` layers. The result is empty for a head that reads the final-norm hidden
+    states.
     """
     return (head.taps or tap_boundaries(layers)) if head.use_taps else ()
 
 
 def _decoder_spec(spec: DraftSpec) -> ModelSpec:
-    """Returns a loaded head's decoder, else one Llama layer of the policy's sizes."""
+    """Returns the spec of the head's decoder.
+
+    Without a loaded head it is one Llama layer of the policy's sizes.
+    """
     return spec.decoder or llama_head_spec(spec.policy, spec.ffn)
 
 
 def _check_spec(spec: DraftSpec) -> None:
-    """Raises ConfigError if taps or decoder do not fit the policy."""
+    """Checks that taps and decoder fit the policy."""
     head, decoder, policy = spec.head, spec.decoder, spec.policy
     require(
         not head.use_taps or bool(head.taps) or policy.layers >= 4,
@@ -113,7 +118,7 @@ def _size_pairs(network: Eagle3, policy: ModelSpec) -> SizePairs:
 
 
 def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
-    """Reads sizes and form of a head from its config.json and its tensors."""
+    """Reads a head's sizes and form from its files."""
     policy, source = spec.policy, str(folder / CONFIG_FILE)
     decoder, head, vocab = parse_head_config(
         read_json(folder / CONFIG_FILE), source, spec.tap_convention, policy, log
@@ -138,7 +143,10 @@ def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
 
 
 def _open_head_tensors(folder: Path, vocab: int) -> tuple[dict[str, StoredTensor], int]:
-    """Opens a head's tensors, resized to `vocab` rows. Also returns the stored vocabulary size."""
+    """Opens a head's tensors, resized to `vocab` rows.
+
+    Also returns the stored vocabulary size.
+    """
     content = read_json(folder / CONFIG_FILE)
     stored_vocab = vocabulary_size(content, str(folder / CONFIG_FILE)) or vocab
     tensors = normalize_names(open_tensors(folder), str(folder))
@@ -224,7 +232,7 @@ def _repair_vocabulary(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repai
 
 
 def _copy_with(network: Any, **settings: Any) -> Any:
-    """Copies a network with other settings and the same weights."""
+    """Copies a network with changed settings."""
     # Mapping the identity builds a new module object, so the original keeps its settings.
     copy = jax.tree.map(lambda leaf: leaf, network)
     for name, value in settings.items():

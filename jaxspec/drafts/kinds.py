@@ -38,7 +38,7 @@ def get_kind(name: str) -> Kind:
         case "none":
             from jaxspec.drafts.base import PLAIN as kind
         case _:
-            raise ValueError(f"{name} is no kind of draft that get_kind knows")
+            raise ValueError(f"{name} is not a registered kind of draft")
     return kind
 
 
@@ -55,27 +55,29 @@ def get_learned(name: str) -> Learned:
 
 
 def build_draft(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft | None:
-    """Builds the draft of a run, or None for plain decoding."""
+    """Builds a run's draft; None for plain decoding."""
     kind = get_kind(spec.kind)
     draft, lookup_kind = kind.build(spec, stop_ids), get_kind(spec.lookup)
     if draft is None or kind.learned is None or lookup_kind.lookup_name == "none":
         return draft
-    # Only a kind with weights can be combined with look-up. Its file is imported if needed.
+    # Imported here, so that a run without look-up does not load it.
     from jaxspec.drafts.lookup import prefer_lookup
 
     lookup = lookup_kind.build(spec, stop_ids)
-    assert lookup is not None, "a look-up proposes"
+    assert lookup is not None, "a look-up kind must build a draft"
     return prefer_lookup(lookup, draft)
 
 
 def build_network(spec: DraftSpec, key: Any) -> Any:
-    """Initializes the draft's network, or returns None for a kind without weights."""
+    """Initializes the draft's network; None without weights."""
     learned = get_kind(spec.kind).learned
     return None if learned is None else learned.init_network(spec, key)
 
 
 def check_fits(kind: str, network: Any, target: ModelSpec) -> None:
-    """Checks that a draft's network fits a target in hidden size, embedding and vocabulary.
+    """Checks that a draft fits a target.
+
+    Hidden size, embedding and vocabulary must match.
 
     Raises:
       ConfigError: A size differs. The message has both numbers.

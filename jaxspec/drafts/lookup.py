@@ -1,6 +1,7 @@
-"""Look-up drafts, which copy the tokens after an earlier occurrence of the row's last tokens.
+"""Drafts by look-up, without weights.
 
-They have no weights. They search the row's own text, or also other answers to its prompt.
+They copy the tokens after an earlier occurrence of the row's last tokens. They search the row's own
+text, or also other answers to its prompt.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ Rule = Literal["vllm", "hf", "latest"]
 
 
 class Match(NamedTuple):
-    """Best match in a text for one row, and the tokens that follow it."""
+    """Best match in a text for one row."""
 
     score: Int[Array, "*B"]
     """Quality of the match; 0 without one."""
@@ -91,7 +92,7 @@ class HistoryState(Tree):
 
 
 def history_draft(max_draft_length: int, group_size: int, min_match: int, max_match: int) -> Draft:
-    """Builds a draft that looks tokens up in all answers to the row's prompt.
+    """Builds a look-up draft over a prompt's answers.
 
     It searches the row's own text, the group's other rows so far, and `Prompts.history`. The
     longest match of `min_match` to `max_match` tokens wins. Ties go to the match with the most
@@ -127,13 +128,12 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
             last_tokens: Int[Array, " N"],
             texts: Int[Array, "H S1"],
             text_lengths: Int[Array, " H"],
-            # The row's own text and its group's come first in a tie: the current weights wrote
-            # them, older weights the earlier answers. Multiplying by 3 keeps the tie-break below
-            # any difference of scores.
         ) -> Match:
             tokens, lengths = (leaf[row // group_size] for leaf in group_texts)
             is_own_row = jnp.arange(group_size, dtype=jnp.int32) == row % group_size
             matches = search_texts(tokens, jnp.where(is_own_row, own_length, lengths), last_tokens)
+            # Ties go to the row's own text, then to its group's, then to earlier answers, which
+            # older weights wrote. The factor 3 keeps the tie-break below any other difference.
             matches = matches._replace(score=3 * matches.score + 1 + is_own_row.astype(jnp.int32))
             # Without history the axis H has size 0, over which there is nothing to compare.
             if texts.size:
@@ -216,9 +216,9 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         def force_match(
             logits: Float[Array, "*B W"], ids: Int[Array, " W"] | None, tokens: Int[Array, "*B"]
         ) -> Float[Array, "*B V"]:
+            """Allows only the matched token in fully matched rows."""
             # The matched tokens may be missing from the draft's vocabulary, so the logits are
             # scattered to the target's first.
-            """Restricts the logits of rows with a full match to the matched token."""
             logits = scatter_to_vocabulary(logits, ids, target.config.vocab)
             one_hot = tokens[..., None] == jnp.arange(logits.shape[-1], dtype=tokens.dtype)
             point_mass = jnp.where(one_hot, 0.0, -jnp.inf).astype(logits.dtype)
@@ -234,7 +234,7 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         learned_state, cache, proposal = learned.propose(
             network, target, state.learned, cache, context, sample_unless_matched, length
         )
-        assert proposal.logits is not None, "a draft that draws says from what"
+        assert proposal.logits is not None, "a stochastic draft must return its logits"
         logits = force_match(proposal.logits, proposal.ids, match.tokens)
         lengths = jnp.where(is_full, match.lengths, proposal.lengths)
         combined = CombinedState(lookup=lookup_state, learned=learned_state)
@@ -282,7 +282,7 @@ def _weightless_draft(
     init_state: Callable[..., PyTree],
     propose: Callable[..., tuple[PyTree, None, Proposal]],
 ) -> Draft:
-    """Builds a draft without a cache, to which nothing is committed."""
+    """Builds a draft without weights or cache."""
 
     def catch_up(
         network: PyTree, target: Decoder, state: PyTree, cache: None, context: Context
@@ -303,7 +303,10 @@ def _weightless_draft(
 
 
 def _last_tokens(context: Context, count: int) -> Int[Array, "B N"]:
-    """Returns each row's last tokens in reverse order, padded with -1."""
+    """Returns each row's last tokens, reversed.
+
+    Positions before the row's start hold -1.
+    """
     positions = context.lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)
     return jnp.where(positions >= 0, context.tokens_at(jnp.maximum(positions, 0)), -1)
 
@@ -317,9 +320,10 @@ def _search_text(
     min_match: int,
     latest: bool,
 ) -> Match:
-    """Finds the longest run of `last_tokens` in the first `text_length` tokens of `text`.
+    """Finds the longest run of `last_tokens` in a text.
 
-    At least one token must follow the run. Compares N shifted copies of the text.
+    Searches the first `text_length` tokens. At least one of them must follow the run. Compares N
+    shifted copies of the text.
     """
     width = text.shape[0]
     positions = jnp.arange(width, dtype=jnp.int32)

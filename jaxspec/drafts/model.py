@@ -1,6 +1,6 @@
-"""The external draft model kind: a smaller decoder with its own cache.
+"""A smaller decoder as a draft kind.
 
-It shares the policy's vocabulary. Source: Leviathan et al., arXiv 2211.17192.
+It has its own cache and shares the policy's vocabulary. Source: Leviathan et al., arXiv 2211.17192.
 """
 
 from dataclasses import replace
@@ -48,9 +48,10 @@ class ModelState(Tree):
 
 
 def model_draft(max_draft_length: int) -> Draft:
-    """Builds a draft of up to `max_draft_length` tokens per round from a `Decoder`.
+    """Builds a draft from a `Decoder`.
 
-    The decoder reads the text itself and uses no hidden states of the target.
+    It proposes up to `max_draft_length` tokens per round. The decoder reads the text itself and
+    uses no hidden states of the target.
     """
 
     def empty_cache(network: Decoder, rows: int, positions: int) -> KVCache:
@@ -161,7 +162,7 @@ def _prefill_pieces(
 
 
 def _require_cache(cache: KVCache | None) -> KVCache:
-    assert cache is not None, "a cache that goes in comes back"
+    assert cache is not None, "a decoder called with a cache must return it"
     return cache
 
 
@@ -169,7 +170,10 @@ def _require_cache(cache: KVCache | None) -> KVCache:
 
 
 def _decoder_spec(spec: DraftSpec) -> ModelSpec:
-    """Returns a loaded model's spec, else layers of the policy's sizes and family."""
+    """Returns the spec of the draft's decoder.
+
+    Without a loaded model it has layers of the policy's sizes and family.
+    """
     if spec.decoder is not None:
         return spec.decoder
     return replace(spec.policy, path="", layers=spec.layers, ffn=spec.ffn or spec.policy.ffn)
@@ -187,12 +191,13 @@ def _check_spec(spec: DraftSpec) -> None:
 def _unroll_hidden(
     network: Decoder, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T 1 D"]:
-    """Runs the draft model over the pack. It reads true tokens only, so it has one depth."""
+    """Runs the draft model over the pack."""
+    # It reads true tokens only, never its own outputs, so there is one depth.
     return network(pack.tokens, pack.positions, first=pack.text_start).hidden[:, :, None]
 
 
 def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
-    """Reads the model's sizes from its folder, with the vocabulary of the policy."""
+    """Reads the model's sizes from its folder."""
     # Models of one family pad the same vocabulary differently, so loading pads or cuts the rows.
     decoder = replace(_stored_spec(spec), vocab=spec.policy.vocab)
     return replace(spec, decoder=decoder, vocab=0, ffn=0)

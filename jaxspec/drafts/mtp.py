@@ -1,6 +1,6 @@
-"""The native multi-token prediction (MTP) kind: extra layers of the policy as its draft.
+"""Native multi-token prediction (MTP) as a draft kind.
 
-The network is in `models/mtp.py`.
+The draft consists of extra layers of the policy. The network is in `models/mtp.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +51,10 @@ from jaxspec.state import PyTree
 
 
 def _decoder_spec(spec: DraftSpec) -> ModelSpec:
-    """Returns the spec of MTP layers, of the policy's sizes and family."""
+    """Returns the spec of the MTP layers.
+
+    They have the policy's sizes and family.
+    """
     decoder = spec.decoder or replace(spec.policy, path="", ffn=spec.ffn or spec.policy.ffn)
     return replace(decoder, layers=spec.layers)
 
@@ -83,10 +86,10 @@ def _size_pairs(network: Mtp, policy: ModelSpec) -> SizePairs:
 def mtp_mappings(
     config: ModelSpec, embedding_first: bool, target_layers: int
 ) -> list[WeightMapping]:
-    """Maps MTP layers to tensor names, in MiMo's or DeepSeek's convention.
+    """Maps MTP layers to tensor names.
 
-    DeepSeek's layers take [embedding, hidden], MiMo's take [hidden, embedding]. DeepSeek numbers
-    MTP layers from `target_layers`, after the policy's own.
+    Names follow MiMo or DeepSeek. DeepSeek's layers take [embedding, hidden], MiMo's take [hidden,
+    embedding]. DeepSeek numbers MTP layers from `target_layers`, after the policy's own.
     """
     mimo_names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     token_norm, hidden_norm, projection, final_norm = (
@@ -111,7 +114,7 @@ def mtp_mappings(
 
 
 def find_mtp_layers(names: list[str], target_layers: int) -> tuple[int, bool]:
-    """Counts the MTP layers among a checkpoint's tensor names.
+    """Counts MTP layers in a checkpoint's tensor names.
 
     Also returns whether they take [embedding, hidden].
     """
@@ -134,9 +137,9 @@ def mtp_arrays(
     target: NamedArrays,
     target_layers: int,
 ) -> dict[str, np.ndarray]:
-    """Assembles the network's arrays by attribute path from MTP tensors.
+    """Assembles the network's arrays from MTP tensors.
 
-    `target` is as in `head_arrays`.
+    Keys are attribute paths. `target` is as in `head_arrays`.
 
     Raises:
       ConfigError: A stored copy of the policy's embedding or head differs from the policy's.
@@ -171,7 +174,7 @@ def _fit_tensors(
     target_layers: int,
     matcher: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the result of `matcher` for the tensors of MTP layers.
+    """Applies `matcher` to the tensors of MTP layers.
 
     `matcher` is `match_tensors` or `assemble_arrays`.
     """
@@ -182,9 +185,9 @@ def _fit_tensors(
 
 
 def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
-    """Reads number, input order and width of MTP layers from tensor names and shapes.
+    """Reads number, order and width of MTP layers.
 
-    Their family is the policy's.
+    They follow from tensor names and shapes. The family is the policy's.
     """
     tensors, layers = open_tensors(folder), spec.policy.layers
     count, embedding_first = find_mtp_layers(list(tensors), layers)
@@ -203,7 +206,7 @@ def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
         f"{DRAFT_PATH} {folder}: its MTP layers have no mlp.gate_proj; only SwiGLU layers, dense or"
         " of experts, can be read",
     )
-    # 0 is the setting's word for the policy's own width.
+    # In this setting, 0 means the policy's own width.
     ffn = 0 if widths[0] == spec.policy.ffn else widths[0]
     return replace(spec, layers=count, embedding_first=embedding_first, vocab=0, ffn=ffn)
 
@@ -245,7 +248,10 @@ def _load_network(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
 
 
 def _export_files(network: Mtp, export: ExportSpec) -> DraftFiles:
-    """Exports MTP layers to a folder of their own, or into a MiMo policy's files."""
+    """Exports MTP layers.
+
+    They get a folder of their own, or are merged into a MiMo policy's files.
+    """
     mappings = mtp_mappings(network.config, network.embedding_first, export.policy.layers)
     tensors = cast_tensors(export_tensors(mappings, network), export.dtype)
     mtp_config = {"num_nextn_predict_layers": network.depth}

@@ -1,4 +1,4 @@
-"""Pieces of known text that target and draft read in one pass."""
+"""Pieces of known text for prefill."""
 
 from typing import NamedTuple
 
@@ -7,22 +7,23 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 
 class Pieces(NamedTuple):
-    """Pieces of known texts, which one pass of the target reads.
+    """Pieces of known texts for one pass.
 
-    Pieces of a text follow each other. H texts are read, each of which lies in a row of the cache.
+    Target and draft read them in one pass. Pieces of a text follow each other. H texts are read,
+    each in its own row of the cache.
     """
 
     tokens: Int[Array, "N T"]
     positions: Int[Array, "N T"]
     text_indices: Int[Array, " N"]
-    """Text of each piece, ascending; H: none."""
+    """Index of each piece's text, ascending. H for a piece without a text."""
     lengths: Int[Array, " N"]
-    """Positions to read; the others of the piece are padding."""
+    """Number of positions to read. The rest of the piece is padding."""
 
     def shift_values(
         self, values: Float[Array, "N T C"], prior_values: Float[Array, "H C"]
     ) -> Array:
-        """Returns the value of the preceding position, for each position.
+        """Returns each position's preceding value.
 
         The first piece of a text takes it from `prior_values`. Position 0 has none and gets zeros.
         """
@@ -37,8 +38,9 @@ class Pieces(NamedTuple):
     def scatter_last(
         self, leaf: Num[Array, "H ..."], values: Num[Array, "N T ..."]
     ) -> Num[Array, "H ..."]:
-        """Sets each text's entry to the value of its last position in this pass."""
+        """Sets each text's entry to its last value in this pass."""
         is_continued = jnp.roll(self._continues_text(), -1)
+        # Only a text's last piece may write. All others get an index past the end.
         text_indices = jnp.where((self.lengths > 0) & ~is_continued, self.text_indices, len(leaf))
         return leaf.at[text_indices].set(self.gather_last(values), mode="drop")
 
@@ -48,6 +50,7 @@ class Pieces(NamedTuple):
         return values[jnp.arange(len(last_positions), dtype=jnp.int32), last_positions]
 
     def _continues_text(self) -> Bool[Array, " N"]:
-        """Whether the piece before is of the same text; never for the first one."""
+        """Returns whether each piece continues the one before."""
+        # The roll compares the first piece with the last one, so the first is excluded.
         same_text = (self.text_indices == jnp.roll(self.text_indices, 1)) & (self.lengths > 0)
         return same_text & (jnp.arange(len(self.text_indices), dtype=jnp.int32) > 0)

@@ -28,7 +28,7 @@ Network = Eagle3 | Mtp
 
 @pytree
 class RecurrentState(Tree):
-    """Block of committed positions that the draft has yet to read.
+    """Committed positions that the draft has yet to read.
 
     In the cache, position t of layer stack 0 reads the features of position t and the token after
     it. Stack k reads the output of stack k-1 at position t-1 and that token.
@@ -47,10 +47,10 @@ class RecurrentState(Tree):
 
 
 def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: int = 1) -> Draft:
-    """Builds a draft of up to `max_draft_length` tokens per round.
+    """Builds a draft from an EAGLE-3 or MTP network.
 
-    The network has `depth` layer stacks: EAGLE-3 one, MTP one for each of its layers. Stack i mod
-    `depth` drafts token i+1 of a block.
+    It proposes up to `max_draft_length` tokens per round. The network has `depth` layer stacks:
+    EAGLE-3 one, MTP one for each of its layers. Stack i mod `depth` drafts token i+1 of a block.
 
     A position attends to the positions that it saw in training. In stack k, a true position sees
     true positions up to k before it, and itself. A drafted position sees true positions, and those
@@ -224,7 +224,10 @@ def _prefill_pieces(
 
 
 def _count_pending(state: RecurrentState, context: Context) -> Int[Array, " B"]:
-    """Counts the positions that each row has yet to read; below 1 if there are none."""
+    """Counts each row's pending positions.
+
+    The count is below 1 if there are none.
+    """
     return context.lengths - 1 - state.first_position
 
 
@@ -237,7 +240,7 @@ def _limit_pending(
     cache: KVCache,
     context: Context,
 ) -> tuple[RecurrentState, KVCache]:
-    """Reads pending positions, so that every row has at most `limit` left.
+    """Leaves at most `limit` pending positions per row.
 
     If a row has more, all pending positions but the last are read, in every row.
     """
@@ -271,7 +274,10 @@ def _limit_pending(
 def _advance_state(
     state: RecurrentState, outputs: list[Float[Array, "B T D"]], count: Int[Array, " B"]
 ) -> RecurrentState:
-    """Drops the first `count` pending positions, whose outputs per stack are `outputs`."""
+    """Drops the first `count` pending positions.
+
+    `outputs` are their outputs by stack.
+    """
     width, last_read = state.features.shape[1], jnp.maximum(count - 1, 0)[:, None, None]
     kept_indices = jnp.minimum(block_positions(count, width), width - 1)
     prior_outputs = [jnp.take_along_axis(output, last_read, axis=1) for output in outputs[:-1]]
@@ -326,7 +332,10 @@ def _read_block(
     positions: Int[Array, "B T"],
     depth: int,
 ) -> tuple[KVCache, list[Float[Array, "B T D"]]]:
-    """Reads a block with true features in all stacks. Returns the outputs by stack."""
+    """Reads a block with true features in all stacks.
+
+    Returns the outputs by stack.
+    """
     hidden, outputs = network.to_hidden(features), []
     for stack_index in range(depth):
         if stack_index > 0:
@@ -347,7 +356,7 @@ def _run_stack(
     positions: Int[Array, "B T"],
     mask: AttentionMask,
 ) -> tuple[KVCache, Float[Array, "B T D"]]:
-    """Runs the layers of one stack, writing their keys and values to the cache."""
+    """Runs one stack's layers and updates the cache."""
     addresses = locate_block(cache, positions)
     for layer in range(stack_index * network.stack, (stack_index + 1) * network.stack):
         heads = network.attention_inputs(layer, hidden, embedded, positions)

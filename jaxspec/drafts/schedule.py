@@ -1,4 +1,4 @@
-"""Schedules for training the draft during a run: every n-th batch, or while it is useful."""
+"""Schedules for training the draft during a run."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,10 @@ def init_trend() -> AcceptanceTrend:
 
 
 def update_trend(trend: AcceptanceTrend, statistics: Statistics) -> AcceptanceTrend:
-    """Updates the trend with a rollout. Returns it unchanged if no round had a draft."""
+    """Updates the trend with a rollout.
+
+    Returns it unchanged if no round had a draft.
+    """
     # Every round with a draft has a first position.
     drafted_rounds = jnp.sum(statistics.draft_rounds[:, :1])
     kept_count = jnp.sum(statistics.quarter_tokens)
@@ -45,12 +48,12 @@ def update_trend(trend: AcceptanceTrend, statistics: Statistics) -> AcceptanceTr
 
 
 def train_every(batches: int) -> Schedule:
-    """Trains on the first batch and on every `batches`-th after it."""
+    """Trains on the first of every `batches` batches."""
     return lambda _, version: version % batches == 0
 
 
 def train_while_useful(trend: AcceptanceTrend, version: Int[Array, ""]) -> Bool[Array, ""]:
-    """Trains while acceptance still rises, or has dropped below its best."""
+    """Trains while acceptance rises or is below its best."""
     # A policy that changes leaves a frozen draft behind. A draft that matches it learns nothing.
     del version
     return (trend.stale < PATIENCE) | (trend.length < trend.best * (1 - MAX_DROP))

@@ -1,7 +1,7 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840) of drafts that run on their own states.
+"""Training-time test of drafts.
 
-Runs the network of `recurrent` over full texts. Each depth reads its own states of the depth
-before.
+Source: EAGLE-3, arXiv 2503.01840. Runs the network of `recurrent` over full texts. Each depth reads
+its own states of the depth before.
 """
 
 from typing import Any, NamedTuple
@@ -45,10 +45,11 @@ class _Entries(NamedTuple):
 def unroll_hidden(
     network: Network, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
 ) -> Float[Array, "B T A D"]:
-    """Returns the inputs of the draft's head, by depth, at the positions of their labels.
+    """Returns the inputs of the draft's head, by depth.
 
-    They are zero where the context is too short, and may be zero outside the loss mask. Attention
-    sees the layer's true positions and the entry's own deeper states.
+    Each is at the position of the label that it predicts. They are zero where the context is too
+    short, and may be zero outside the loss mask. Attention sees the layer's true positions and the
+    entry's own deeper states.
 
     Args:
       network: The draft. Depth i runs layer stack i mod `network.depth`.
@@ -160,7 +161,10 @@ def _attend_diagonal(
     first: Int[Array, "B T"],
     last: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
-    """Attends to true entries from `first` to `last` and to each entry's own deeper states."""
+    """Attends to true entries and own deeper states.
+
+    True entries are visible from `first` to `last`.
+    """
     # One softmax over both parts: they are computed apart and merged by log-sum-exp. An entry
     # sees no deeper state of another entry, so these need one dot product each.
     attention, log_sum = attend_visible(query, true_states.key, true_states.value, first, last)

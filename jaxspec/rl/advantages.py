@@ -38,7 +38,7 @@ def compute_advantages(
     scale: Scale,
     costs: Float[Array, "B ..."] | None = None,
 ) -> Float[Array, "B ..."]:
-    """Computes the advantage of every row, or of every token if there are `costs`.
+    """Computes advantages of rows, or of tokens with `costs`.
 
     Args:
       rewards: Reward of each row. Rows of a group are adjacent.
@@ -119,7 +119,10 @@ def keep_scale(
 def divide_by_population_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Divides by the population standard deviation of the group's rewards."""
+    """Divides by the group's population deviation.
+
+    It is the standard deviation of the rewards without Bessel's correction.
+    """
     del token_counts
     return _divide_by_std(centered, _valid_variance(rewards, valid, ddof=0))
 
@@ -127,9 +130,10 @@ def divide_by_population_std(
 def divide_by_sample_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Divides by the sample standard deviation of the group's rewards.
+    """Divides by the group's sample deviation.
 
-    It has Bessel's correction, as in TRL, verl and NeMo RL.
+    It is the standard deviation of the rewards with Bessel's correction, as in TRL, verl and NeMo
+    RL.
     """
     del token_counts
     return _divide_by_std(centered, _valid_variance(rewards, valid, ddof=1))
@@ -138,9 +142,10 @@ def divide_by_sample_std(
 def divide_by_leave_one_out_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Divides by the sample standard deviation of the group's other rewards.
+    """Divides by the other rows' sample deviation.
 
-    Rows of a group get different scales. NeMo RL uses it with a leave-one-out baseline.
+    It is the standard deviation of the group's other rewards, with Bessel's correction. Rows of a
+    group get different scales. NeMo RL uses it with a leave-one-out baseline.
     """
     del token_counts
     return _divide_by_std(
@@ -151,7 +156,10 @@ def divide_by_leave_one_out_std(
 def divide_by_batch_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Divides by the sample standard deviation of all rewards of the batch."""
+    """Divides by the batch's sample deviation.
+
+    It is the standard deviation of all rewards, with Bessel's correction.
+    """
     del token_counts
     variance = _valid_variance(rewards.reshape(1, -1), valid.reshape(1, -1), ddof=1)
     return _divide_by_std(centered, variance)
@@ -160,9 +168,10 @@ def divide_by_batch_std(
 def whiten_over_tokens(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Whitens to mean 0 and variance 1 over all tokens of the batch.
+    """Whitens over all tokens of the batch.
 
-    The result is exactly 0 if all values are equal. A row has the weight of its token count.
+    The result has mean 0 and variance 1. It is exactly 0 if all values are equal. A row has the
+    weight of its token count.
 
     Source: REINFORCE++, arXiv 2501.03262, section 3.
     """
@@ -218,16 +227,16 @@ def _valid_variance(
 
 
 def _divide_by_std(centered: Centered, variance: Float[Array, "..."]) -> Centered:
-    """Divides by the standard deviation, unless it is 0."""
+    """Divides by a standard deviation unless 0."""
     deviation = jnp.sqrt(_append_axes(variance, centered))
     return centered / jnp.where(deviation > 0, deviation + STD_EPSILON, 1)
 
 
 def _repeat_group(values: Float[Array, "n G"]) -> Float[Array, "n G G"]:
-    """Repeats every group once for each of its rows."""
+    """Repeats every group for each of its rows."""
     return jnp.broadcast_to(values[:, None, :], (*values.shape, values.shape[1]))
 
 
 def _other_rows(valid: Bool[Array, "n G"]) -> Bool[Array, "n G G"]:
-    """Masks, for each row, the group's other rows that have a reward."""
+    """Masks each row's valid siblings in its group."""
     return valid[:, None, :] & ~jnp.eye(valid.shape[1], dtype=bool)

@@ -39,7 +39,7 @@ def cross_entropy(
 def kl_divergence(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """Computes KL divergence from the draft to the renormalized target.
+    """Computes KL divergence to the renormalized target.
 
     Its gradient equals that of cross-entropy.
     """
@@ -60,9 +60,9 @@ def negative_log_acceptance(
 def kl_tv_hybrid(
     target_logprobs: Float[Array, "*B W"], draft_logprobs: Float[Array, "*B W"]
 ) -> Float[Array, "*B"]:
-    """Mixes KL (at low acceptance) and total variation (at high acceptance).
+    """Mixes KL and total variation by acceptance.
 
-    It is the lambda form of LK (arXiv 2602.23881).
+    KL has the larger weight at low acceptance. It is the lambda form of LK (arXiv 2602.23881).
     """
     rejection = total_variation(target_logprobs, draft_logprobs)
     # The weight follows each position's acceptance, but must not be a way to lower the loss.
@@ -100,7 +100,10 @@ The renormalized target carries no information there.
 
 
 class DraftObjective(NamedTuple):
-    """Training objective of a draft, static in a compiled program."""
+    """Training objective of a draft.
+
+    It is static in a compiled program.
+    """
 
     loss: DraftLossFunction
     steps: int
@@ -116,19 +119,22 @@ class DraftObjective(NamedTuple):
 
     @property
     def depth_count(self) -> int:
-        """Number of depths at which this kind of draft is trained."""
+        """Number of depths that are trained."""
         return self.unroll.depth_count(self.steps)
 
     def depth_weights(self, depth_count: int) -> list[float]:
-        """Returns the weight of each depth's mean in the loss. They sum to 1."""
+        """Returns the weight of each depth's mean.
+
+        They sum to 1.
+        """
         weights = [self.decay**depth for depth in range(depth_count)]
         return [weight / sum(weights) for weight in weights]
 
 
 class DraftComparison(NamedTuple):
-    """Comparison of draft and target at positions of packed texts, by depth.
+    """Comparison of draft and target, by depth.
 
-    Elsewhere it holds sums over the positions that a depth predicts.
+    It holds values at positions of packed texts, or sums over the positions that a depth predicts.
     """
 
     loss: Float[Array, "*P A"]
@@ -191,7 +197,7 @@ def compare_draft(
     target_logprobs = (
         full_logprobs if vocab_ids is None else jnp.take(full_logprobs, vocab_ids, axis=-1)
     )
-    # Taken before any restriction to the draft's vocabulary, to see the target's overall maximum.
+    # The target's most likely token is covered if it keeps the maximum in the draft's vocabulary.
     is_covered = jnp.max(target_logprobs, axis=-1) == jnp.max(full_logprobs, axis=-1)
     comparisons = []
     for depth in range(hidden.shape[2]):

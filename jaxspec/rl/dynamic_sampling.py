@@ -18,7 +18,7 @@ from jaxspec.state import PyTree, ScoredRollout
 def has_mixed_rewards(
     rewards: Float[np.ndarray, " B"], valid: Bool[np.ndarray, " B"], group_size: int
 ) -> Bool[np.ndarray, " n"]:
-    """Returns which groups have valid rows with different rewards."""
+    """Returns which groups have different valid rewards."""
     # In all other groups, advantages relative to the group are 0.
     rewards, valid = rewards.reshape(-1, group_size), valid.reshape(-1, group_size)
     lowest = np.where(valid, rewards, np.inf).min(axis=1)
@@ -28,7 +28,7 @@ def has_mixed_rewards(
 def assign_places(
     groups: Int[np.ndarray, " m"], filled_count: int, capacity: int, mini_batches: int
 ) -> Int[np.ndarray, " n"]:
-    """Assigns groups of a rollout to the free places of a batch.
+    """Assigns groups to the free places of a batch.
 
     The batch has `capacity` places, of which `filled_count` are taken. Returns the group for each
     place, or -1.
@@ -43,9 +43,9 @@ def assign_places(
 def insert_groups(
     batch: ScoredRollout, rollout: ScoredRollout, group_at_place: Int[Array, " n"], mesh: Mesh
 ) -> ScoredRollout:
-    """Inserts groups of a rollout into a batch, at the places where `group_at_place` is set.
+    """Inserts groups of a rollout into a batch.
 
-    Neither argument has a packing plan.
+    `group_at_place` has the group for each place, or -1. Neither argument has a packing plan.
     """
     # A group may go to any shard. The plan of the full batch balances rows over shards.
     shard_count, rows = row_shard_count(mesh), P(ROWS)

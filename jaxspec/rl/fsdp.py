@@ -1,4 +1,4 @@
-"""Collectives of weights and gradients in the learner's pass (FSDP).
+"""Collectives of weights and gradients (FSDP).
 
 A weight is gathered when it is used. Its gradient is summed and scattered again. On CPUs these
 collectives are ordered. Experts are not gathered over the axis `expert`: tokens are sent to them
@@ -32,7 +32,10 @@ OUTSIDE = ("embedding", "norm", "head")
 
 @dataclasses.dataclass(frozen=True)
 class WeightShards:
-    """Weights of policy and draft on one shard of rows, inside a manual `shard_map`."""
+    """Weights of policy and draft on one shard.
+
+    Methods run inside a `shard_map` that is manual over the row axes.
+    """
 
     specs: NetworkPair
     """`PartitionSpec` of every leaf."""
@@ -56,7 +59,7 @@ class WeightShards:
         )
 
     def gather_outside_layers(self, policy: Decoder | AdaptedDecoder, draft: PyTree) -> NetworkPair:
-        """Gathers policy and draft over `data`, except the policy's layers."""
+        """Gathers all but the policy's layers over `data`."""
         # Layers are gathered one by one as they run, so only one is held at a time.
         # Mapping the identity copies the modules, so `setattr` leaves the arguments unchanged.
         policy, policy_specs = (
@@ -140,9 +143,9 @@ class WeightShards:
     # ---- the order on CPUs
 
     def signal_gathering(self, networks: NetworkPair) -> list[ReadySignal]:
-        """Signals that all weights outside the policy's layers are gathered.
+        """Signals that weights outside layers are gathered.
 
-        The list is empty if no order is needed.
+        It covers all but the policy's layers. The list is empty if no order is needed.
         """
         outside_leaves = [
             (leaf, spec)
@@ -154,7 +157,10 @@ class WeightShards:
         )
 
     def signal_layer_gradients(self, gradients: NetworkPair) -> list[ReadySignal]:
-        """Signals that gradients of the policy's layers are ready; empty if no order is needed."""
+        """Signals that gradients of policy layers are ready.
+
+        The list is empty if no order is needed.
+        """
         return (
             [
                 signal_ready(leaf, spec)
@@ -176,7 +182,10 @@ class WeightShards:
         return jax.tree.unflatten(jax.tree.structure(pair), ordered_leaves)
 
     def _iterate_leaves(self, pair: NetworkPair) -> Iterator[tuple[Array, P, bool]]:
-        """Yields each leaf, its spec, and whether it belongs to the policy's layers."""
+        """Yields each leaf, its spec, and a layer flag.
+
+        The flag is true in the policy's layers.
+        """
         specs = jax.tree.leaves(self.specs)
         for (path, leaf), spec in zip(
             jax.tree_util.tree_leaves_with_path(pair), specs, strict=True
@@ -189,7 +198,7 @@ def _path_names(path: Any) -> set[Any]:
 
 
 def _gather_weight(leaf: Array, spec: P, dtype: str, keeps_master_dtype: bool = False) -> Array:
-    """Gathers a weight over `data`, in the type of products.
+    """Gathers a weight in the type of products.
 
     Its gradient is summed over the shards, scattered, and in the weight's own type. With
     `keeps_master_dtype` the gathered value has that type too.
@@ -206,7 +215,7 @@ def _all_gather(
     leaf: Array, spec: P, dtype: str, master_dtype: str, keeps_master_dtype: bool
 ) -> Array:
     axis, mesh_axes = _weight_split(spec)
-    # Cast before gathering, which halves the traffic of float32 weights.
+    # Cast before gathering: bfloat16 halves the traffic of float32 weights.
     gather = partial(lax.all_gather, axis_name=mesh_axes, axis=axis, tiled=True)
     value = _run_collective(gather, leaf.astype(dtype), spec)
     return value.astype(master_dtype) if keeps_master_dtype else value
@@ -232,7 +241,7 @@ _gather_with_vjp.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def _run_collective(collective: Callable[[Array], Array], leaf: Array, spec: P) -> Array:
-    """Runs a collective on a leaf that is split over shards."""
+    """Runs a collective on a split leaf."""
     if not _weight_split(spec).mesh_axes:
         return leaf
     if TENSOR not in tuple(spec):
@@ -261,6 +270,6 @@ def _weight_split(spec: P) -> _WeightSplit:
 
 
 def _replicated_axes(spec: P) -> tuple[str, ...]:
-    """Returns the mesh axes of rows along which a weight is replicated."""
+    """Returns row axes that replicate a weight."""
     split_axes = {axis for entry in spec for axis in entry_axes(entry)}
     return tuple(axis for axis in ROWS if axis not in split_axes)

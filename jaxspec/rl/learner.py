@@ -1,5 +1,7 @@
-"""The learner: one pass over packed micro-batches gives the gradients of policy and draft, each
-with an optimizer of its own."""
+"""The learner, which updates policy and draft.
+
+One pass over micro-batches gives the gradients of both. Each has its own optimizer.
+"""
 
 import dataclasses
 import math
@@ -32,60 +34,62 @@ from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, NetworkState, PyTree
 
 GAP_METRICS = tuple(f"gap/{name}" for name in LogprobGap._fields)
-"""Names of the first update's sums, from which metrics are made."""
+"""Names of the sums from which gap metrics are computed."""
 
 
 class UpdateState(NamedTuple):
-    """Where the updates on a batch have got to."""
+    """State after some of the updates on a batch."""
 
     policy: NetworkState
     draft: NetworkState | None
     updates: Int[Array, ""]
-    """A number that is there once all of the last update is."""
+    """Update counter that depends on every output of the previous update."""
+    # Collectives that depend on it therefore run after the previous update.
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """How a batch changes the weights, on a mesh of its own. Without `policy_loss` the policy is
-    only read, for the draft's training."""
+    """Updates weights with batches, on its own mesh.
+
+    Without `policy_loss` the policy is only read, to train the draft.
+    """
 
     mesh: Mesh
     shard_above: int
     dtype: str
-    """Of products."""
+    """Data type of matrix products."""
     micro_tokens: int
-    """Positions of a micro-batch on each data shard."""
+    """Tokens of a micro-batch on each data shard."""
     processing: Processing
     policy_loss: PolicyLoss | None
     draft_objective: DraftObjective | None
-    """None: there is no draft to train."""
+    """Training objective of the draft. None if it is not trained."""
     taps: tuple[int, ...]
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
     aggregation: Aggregation = token_mean
-    """What a label weighs in the policy's loss."""
+    """Weight of each label in the policy's loss."""
     epochs: int = 1
-    """How often a batch is gone through, a mini-batch an update."""
+    """Number of passes over a batch, with one update per mini-batch."""
     keeps_reference: bool = False
-    """Whether the policy that training began with is kept, as it is or without its adapters."""
+    """Whether the initial policy is kept, as a copy or as the base without adapters."""
     reads_reference: bool = False
-    """Whether the policy's loss asks for its logprobs."""
+    """Whether the policy's loss uses reference logprobs."""
     recompute: bool = False
-    """Whether old logprobs are computed anew from the start."""
+    """Whether old logprobs are recomputed from the start."""
     learning_rate: optax.Schedule | None = None
-    """Of the policy, by its updates so far; None: it is not reported."""
+    """Learning rate of the policy by its update count. None if it is not reported."""
     max_probability_factor: float = math.inf
-    """Recorded logprobs whose probabilities differ by more than this factor on average are computed
-    anew from then on."""
+    """Mean factor between recorded and own probabilities above which logprobs are recomputed."""
 
     @property
     def accum_dtype(self) -> np.dtype:
-        """Type of losses and of what is added up."""
+        """Data type of losses and sums."""
         return np.promote_types(self.dtype, np.float32)
 
     @property
     def objective(self) -> MicroBatchObjective:
-        """What a micro-batch is read for."""
+        """Losses of a micro-batch."""
         needs_order = needs_ordering(self.mesh)
         return MicroBatchObjective(
             policy_loss=self.policy_loss,
@@ -98,8 +102,10 @@ class Learner:
         )
 
     def for_supervised_texts(self, policy_loss: PolicyLoss | None, **changes: Any) -> "Learner":
-        """This learner for texts that nobody sampled: one update a batch, on the mean over its
-        labels."""
+        """Returns a learner for supervised texts.
+
+        It makes one update per batch, on the mean over its labels.
+        """
         defaults = {
             "aggregation": token_mean,
             "epochs": 1,
@@ -112,12 +118,14 @@ class Learner:
 
     @property
     def passes(self) -> Passes:
-        """Over batches of this learner."""
+        """Passes over batches of this learner."""
         return Passes(self.mesh, self.dtype, self.micro_tokens, self.objective, self.train_layout)
 
     def train_layout(self, tree: PyTree) -> PyTree:
-        """Shardings of networks and optimizer states: split over all axes of the mesh (ZeRO-3), but
-        small ones over `tensor` alone."""
+        """Returns shardings of networks and optimizer states.
+
+        Weights are split over all mesh axes (ZeRO-3), small ones over `tensor` only.
+        """
         return meshes.assign_shardings(
             self.mesh, tree, LOGICAL_AXES | ADAPTER_AXES, meshes.TRAIN_RULES, self.shard_above
         )
@@ -125,7 +133,7 @@ class Learner:
     def init_state(
         self, policy: Decoder | AdaptedDecoder, draft: PyTree, online: bool
     ) -> LearnerState:
-        """The state before the first update; `online` says whether the draft learns."""
+        """Returns the initial state. `online` trains the draft."""
         copies = self.keeps_reference and not isinstance(policy, AdaptedDecoder)
         return LearnerState(
             policy=optimizers.init_state(policy, self.policy_optimizer),
@@ -133,22 +141,21 @@ class Learner:
             online=jnp.asarray(online and draft is not None),
             version=jnp.zeros((), jnp.int32),
             recompute=jnp.asarray(self.recompute),
-            # a buffer of its own: the policy's is given away
+            # A copy, because the policy's own buffer is donated.
             reference=jax.tree.map(jnp.copy, cast_floats(policy, self.dtype)) if copies else None,
         )
 
     def learn(
         self, state: LearnerState, batch: TrainBatch, enabled: Bool[Array, ""] | bool = True
     ) -> tuple[LearnerState, Metrics]:
-        """Updates the policy once for each mini-batch of each epoch, and the draft where it learns,
-        both on the weights that the update before left.
+        """Updates policy and draft, once per mini-batch and epoch.
 
-        A loss or a gradient that is not finite skips the update and counts it; so does a batch
-        without a label to learn, but not a mini-batch of another. Where it is not `enabled` no
-        micro-batch is read, nothing changes, and metrics are NaN, or 0 for counts: without a
-        branch, which would hold the state twice. Metrics are means over the updates; those of the
-        gap between recorded and own logprobs are of the whole batch before its first update.
+        A non-finite loss or gradient skips the update and counts it, as does a batch without
+        labels. A mini-batch without labels is skipped silently. If not `enabled`, nothing changes,
+        float metrics are NaN, and counts are 0. Metrics are means over the updates. Those of the
+        logprob gap cover the full batch before its first update.
         """
+        # Disabled by reading no micro-batch: a `cond` would hold the state twice.
         enabled = jnp.asarray(enabled)
         batch, gap = self._place_rows(batch, enabled), None
         if self.policy_loss is not None:
@@ -156,7 +163,7 @@ class Learner:
         mini_batches = len(batch.plan.micro_batch_count)
         update_count = mini_batches * self.epochs
 
-        @partial(jax.jit, inline=True)  # traced once, for what it measures and for the loop
+        @partial(jax.jit, inline=True)  # traced once, for both `eval_shape` and the loop
         def update(index: Int[Array, ""], progress: UpdateState) -> tuple[UpdateState, Metrics]:
             current = state.replace(policy=progress.policy, draft=progress.draft)
             ordered = (
@@ -176,7 +183,7 @@ class Learner:
         _, metrics = jax.eval_shape(update, jnp.int32(0), progress)
         zeros = {name: jnp.zeros((), leaf.dtype) for name, leaf in metrics.items()}
         sums = MetricSums(zeros, zeros)
-        # in a loop XLA moves nothing to the host and back
+        # XLA cannot offload the optimizer state inside a loop.
         if update_count == 1 or isinstance(self.policy_optimizer, optimizers.OffloadedOptimizer):
             for index in range(update_count):
                 progress, sums = accumulate_update(index, (progress, sums))
@@ -189,7 +196,7 @@ class Learner:
         metrics |= self._count_metrics(state, batch, progress) | self._rate_metrics(state)
         metrics = {name: _mask_metric(enabled, value) for name, value in metrics.items()}
         version = state.version + enabled.astype(jnp.int32)
-        # what goes on with this version comes after all that was added up for these numbers
+        # Work that uses the new version must run after all sums in these metrics.
         if self.objective.needs_order:
             version = order_after(version, [signal_ready(value) for value in metrics.values()])
         recompute = state.recompute
@@ -200,18 +207,17 @@ class Learner:
         ), metrics
 
     def evaluate_policy(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> BatchSums:
-        """What a forward pass of the policy alone says of a batch: sums, whose `policy_loss` and
-        `gap` are those of `learn`."""
+        """Evaluates the policy's loss and gap on a batch."""
         policy_learner = dataclasses.replace(self, draft_objective=None, taps=())
         return policy_learner.passes.compute_sums(policy, None, self.passes.place_rows(batch))[0]
 
     def compare_draft(
         self, policy: Decoder, draft: PyTree, batch: TrainBatch
     ) -> tuple[DraftComparison, Float[Array, " A"]]:
-        """What the draft is worth on a batch, by depth: sums over the labels that each depth
-        predicts, and how many these are.
+        """Compares draft and policy on a batch, by depth.
 
-        Nothing learns.
+        Nothing is trained. Returns sums over the labels that each depth predicts, and the counts of
+        these labels.
         """
         sums, counts = self.passes.compute_sums(policy, draft, self.passes.place_rows(batch))
         return sums.draft, counts.labels_by_depth
@@ -219,13 +225,14 @@ class Learner:
     def reference_kl(
         self, state: LearnerState, batch: TrainBatch, penalty: KlPenalty, enabled: Bool[Array, ""]
     ) -> Float[Array, "B A"]:
-        """Sums the divergence of what sampled from the reference policy over each response.
+        """Sums KL(sampler, reference) over each response.
 
-        With `penalty.reward_to_go`, over the rest of the response from each token on; the first of
-        these sums is that of the whole response.
+        With `penalty.reward_to_go`, each token has the sum from that token on. The first of these
+        is the sum over the whole response.
         """
         batch = self._place_rows(batch, enabled)
         reference_logprobs, _ = self.passes.compute_logprobs(_reference_policy(state), 0, batch)
+        # Only rows in the plan were read. All others have no logprobs to compare.
         loss_mask = batch.loss_mask & jnp.any(batch.plan.micro_batch >= 0, axis=0)[:, None]
         sampled_logprobs = batch.sampled_logprobs.astype(reference_logprobs.dtype)
         token_kl = penalty.estimate_kl(sampled_logprobs, reference_logprobs, loss_mask)
@@ -237,8 +244,7 @@ class Learner:
         return self.passes.restore_row_order(kl_sums, batch)
 
     def _place_rows(self, batch: TrainBatch, enabled: Bool[Array, ""]) -> TrainBatch:
-        """The batch with its rows at their places; where it is not `enabled`, nothing of it is to
-        be read."""
+        """Moves rows to their places. If not `enabled`, leaves no micro-batch to read."""
         micro_batch_count = jnp.where(enabled, batch.plan.micro_batch_count, 0)
         return self.passes.place_rows(
             batch.replace(plan=batch.plan.replace(micro_batch_count=micro_batch_count))
@@ -247,12 +253,11 @@ class Learner:
     def _add_logprobs(
         self, state: LearnerState, batch: TrainBatch
     ) -> tuple[TrainBatch, LogprobGap]:
-        """Adds the logprobs that the losses ask for, of the old and of the reference policy.
+        """Adds old and reference logprobs to the batch.
 
-        Also returns the gap of all mini-batches but the first. The first is compared while it is
-        learned from, before anything changes. With a single update, the learning pass itself
-        computes the old logprobs of rows sampled by the current weights.
+        Also returns the gap of all mini-batches but the first.
         """
+        # The first mini-batch is compared during its own update, before anything changes.
         passes = self.passes
         if self.reads_reference:
             reference_logprobs, batch = passes.compute_logprobs(_reference_policy(state), 0, batch)
@@ -260,6 +265,8 @@ class Learner:
         recorded, recompute = batch.sampled_logprobs, state.recompute
         is_current = batch.version == state.version
         batch = batch.replace(is_current=is_current)
+        # With a single update, the learning pass itself computes the old logprobs of rows sampled
+        # by the current weights, so no extra pass is needed.
         if len(batch.plan.micro_batch_count) * self.epochs == 1:
             batch = batch.replace(old_logprobs=recorded, is_on_policy=recompute | is_current)
             return batch, zero_gap(self.accum_dtype)
@@ -278,8 +285,8 @@ class Learner:
         enabled: Bool[Array, ""],
         updates: Int[Array, ""],
     ) -> tuple[UpdateState, Metrics]:
-        """One update on a mini-batch, and its metrics, NaN where it has none; nothing changes on
-        one of which nothing is read, unless that is all of the batch."""
+        """Makes one update on a mini-batch. Metrics without a value are NaN."""
+        # An empty mini-batch is skipped, unless the batch is empty, which counts as a skip.
         policy, draft = state.policy, state.draft
         micro_batch_count = batch.plan.micro_batch_count
         enabled &= (micro_batch_count[mini_batch] > 0) | (jnp.sum(micro_batch_count) == 0)
@@ -310,7 +317,7 @@ class Learner:
     def _batch_metrics(
         self, batch: TrainBatch, index: Int[Array, ""], sums: BatchSums, counts: BatchCounts
     ) -> dict[str, Float[Array, ""]]:
-        """Metrics of what was read, and how."""
+        """Computes metrics of the mini-batch and its packing."""
         size = row_shard_count(self.mesh) * self.micro_tokens * batch.plan.micro_batch_count[index]
         means = {
             "entropy": sums.entropy / counts.labels,
@@ -323,7 +330,7 @@ class Learner:
         return {name: jnp.where(counts.labels > 0, value, jnp.nan) for name, value in means.items()}
 
     def _count_metrics(self, state: LearnerState, batch: TrainBatch, final: UpdateState) -> Metrics:
-        """Metrics that are counts."""
+        """Collects the metrics that are counts."""
         metrics: Metrics = {}
         for name, network in (("policy", final.policy), ("draft", final.draft)):
             objective = self.policy_loss if name == "policy" else self.draft_objective
@@ -340,7 +347,7 @@ class Learner:
         return metrics
 
     def _rate_metrics(self, state: LearnerState) -> Metrics:
-        """The learning rate of the batch's first update."""
+        """Returns the learning rate of the batch's first update."""
         if self.policy_loss is None or self.learning_rate is None:
             return {}
         updates = optimizers.update_count(state.policy.optimizer)
@@ -356,8 +363,7 @@ class Learner:
         sums: BatchSums,
         counts: BatchCounts,
     ) -> tuple[NetworkState, dict[str, Float[Array, ""]]]:
-        """The draft after its update where it is `online`; where it is frozen, as it was, with NaN
-        for metrics."""
+        """Updates the draft if it is `online`. Else returns it unchanged, with NaN metrics."""
         loss = self.objective.draft_loss(sums.draft.loss, counts)
         loss = jnp.where(counts.labels > 0, loss, jnp.nan)
         draft, norm = optimizers.apply_update(draft, gradients, loss, self.draft_optimizer, online)
@@ -368,18 +374,18 @@ class Learner:
         return draft, {name: jnp.where(online, value, jnp.nan) for name, value in metrics.items()}
 
     def _pin_layout(self, state: NetworkState) -> NetworkState:
-        """Weights pinned to the train layout: old and new ones are chosen between where they are,
-        before they go anywhere else."""
+        """Pins weights to the train layout."""
+        # So that old and new weights are selected in place, before any transfer.
         layout = self.train_layout(state.network)
         return state.replace(network=lax.with_sharding_constraint(state.network, layout))
 
 
 def _reference_policy(state: LearnerState) -> Decoder:
-    """The policy that is not to be left too far: kept aside, or without its adapters."""
+    """Returns the initial policy: a copy, or the base."""
     return state.policy.network.base if state.reference is None else state.reference
 
 
 def _mask_metric(enabled: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:
-    """A metric; NaN, or 0 for a count, where it is not of an update."""
+    """Masks a metric of a disabled update: NaN for floats, 0 for counts."""
     empty_value = jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0
     return jnp.where(enabled, value, jnp.asarray(empty_value, value.dtype))

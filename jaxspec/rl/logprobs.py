@@ -19,7 +19,7 @@ def label_logprobs(
     response_positions: Int[Array, "B T"],
     processing: Processing,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Computes each label's log-probability and the entropy at its position.
+    """Computes logprobs and entropies at labels.
 
     Both use the sampling distribution. `response_positions` counts the response tokens before each
     label. A sampled label counts as inside top-k and top-p, even if rounding puts it just outside.
@@ -38,7 +38,7 @@ def _take_label_logprobs(
 def _label_gradient(
     labels_and_vocab: tuple[Int[Array, "B T"], Int[Array, " V"]], gradient: Float[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], None]:
-    """Computes the gradient of the logprobs by comparison with each label."""
+    """Computes the gradient by comparison with labels."""
     # XLA fuses a comparison into its neighbors. A scatter would write zeros for the full
     # vocabulary and read them again.
     labels, ids = labels_and_vocab

@@ -55,12 +55,18 @@ def mask_labels(inputs: LossInputs, values: PerLabel) -> PerLabel:
 
 
 def text_means(values: PerLabel, inputs: LossInputs) -> PerLabel:
-    """Computes each text's mean over the loss mask, at all of its positions."""
+    """Computes each text's mean over the loss mask.
+
+    The mean is stored at all positions of the text.
+    """
     return text_sums(values, inputs) / jnp.maximum(text_sums(jnp.ones_like(values), inputs), 1)
 
 
 def text_sums(values: PerLabel, inputs: LossInputs) -> PerLabel:
-    """Computes each text's sum over the loss mask, at all of its positions."""
+    """Computes each text's sum over the loss mask.
+
+    The sum is stored at all positions of the text.
+    """
     # The start of a text identifies it, so sums are collected there.
     rows = jnp.arange(len(values), dtype=jnp.int32)[:, None]
     sums = jnp.zeros_like(values).at[rows, inputs.text_start].add(mask_labels(inputs, values))
@@ -80,7 +86,7 @@ def clamp_log_ratio(log_ratio: PerLabel) -> PerLabel:
 
 
 def ratio_of(log_ratio: PerLabel) -> PerLabel:
-    """Computes probability ratios, finite unless the log ratio is NaN."""
+    """Computes ratios, finite unless NaN."""
     return jnp.exp(clamp_log_ratio(log_ratio))
 
 
@@ -91,12 +97,15 @@ Correction = Callable[[LossInputs], Loss]
 
 
 class ImportanceWeights(NamedTuple):
-    """Importance weights of the old policy over the sampler, per token or per response."""
+    """Importance weights of old policy over sampler.
+
+    There is one weight per token, or one per response.
+    """
 
     min_weight: float = 0.0
     max_weight: float = float("inf")
     truncate: bool = True
-    """Whether weights above `max_weight` become `max_weight`. Else weights out of range become 0."""
+    """Whether to truncate at `max_weight`. Else weights out of bounds become 0."""
     by_sequence: bool = False
     """Whether a response has a single weight, the product of its tokens' weights."""
 
@@ -122,7 +131,10 @@ class ImportanceWeights(NamedTuple):
 
 
 class SequenceMask(NamedTuple):
-    """Token importance weights, masked for responses whose geometric mean is out of bounds."""
+    """Token importance weights, masked by response.
+
+    A response whose geometric mean is out of bounds has weight 0.
+    """
 
     min_mean: float
     max_mean: float
@@ -154,23 +166,27 @@ Estimator = Callable[[PerLabel], PerLabel]
 
 
 def k1(log_ratio: PerLabel) -> PerLabel:
-    """Estimates KL(policy, reference) by -x, which is unbiased and may be negative.
+    """Estimates KL(policy, reference) by -x.
 
-    Use it in the reward, where it has the gradient of the divergence. As a loss its gradient is 0
-    on average.
+    The estimate is unbiased and may be negative. Use it in the reward, where it has the gradient of
+    the divergence. As a loss its gradient is 0 on average.
     """
     return -log_ratio
 
 
 def k2(log_ratio: PerLabel) -> PerLabel:
-    """Estimates KL(policy, reference) by x^2 / 2, which has the divergence's gradient."""
+    """Estimates KL(policy, reference) by x^2 / 2.
+
+    Its gradient is that of the divergence.
+    """
     return log_ratio * log_ratio / 2
 
 
 def k3(log_ratio: PerLabel) -> PerLabel:
-    """Estimates KL(policy, reference) by exp(x) - 1 - x, unbiased and never negative.
+    """Estimates KL(policy, reference) by exp(x) - 1 - x.
 
-    Its gradient is that of KL(reference, policy). Source: GRPO, arXiv 2402.03300, equation 4.
+    The estimate is unbiased and never negative. Its gradient is that of KL(reference, policy).
+    Source: GRPO, arXiv 2402.03300, equation 4.
     """
     return jnp.exp(log_ratio) - 1 - log_ratio
 
@@ -202,7 +218,7 @@ class KlPenalty(NamedTuple):
     def estimate_kl(
         self, logprobs: PerLabel, reference: PerLabel, loss_mask: Bool[Array, "B T"]
     ) -> PerLabel:
-        """Estimates the divergence inside the loss mask from clamped log ratios; 0 elsewhere."""
+        """Estimates the divergence; 0 outside the loss mask."""
         return self.estimator(clamp_log_ratio(jnp.where(loss_mask, reference - logprobs, 0)))
 
 
@@ -210,7 +226,10 @@ class KlPenalty(NamedTuple):
 
 
 class LogprobGap(NamedTuple):
-    """Difference between recomputed and recorded logprobs, summed over the loss mask."""
+    """Gap between recomputed and recorded logprobs.
+
+    Fields are sums over the loss mask.
+    """
 
     absolute: Float[Array, ""]
     """Sum of |policy - sampled|."""

@@ -1,4 +1,4 @@
-"""Policy losses per label, and the weights of labels in a batch.
+"""Policy losses and weights of labels.
 
 The learner sums the losses of all labels in the loss mask, each with its weight.
 """
@@ -94,7 +94,7 @@ def _clip_ratio_loss(
     loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
     is_clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     is_clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
-    # With A < 0 a large ratio is unbounded without the dual clip, so it counts as clipped high.
+    # The minimum does not bound a large ratio where A < 0, so the dual clip does.
     if dual_clip:
         is_clipped_high |= (advantages < 0) & (ratio > dual_clip)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
@@ -115,7 +115,8 @@ def cispo_surrogate(inputs: LossInputs, clip_low: float = 1.0, clip_high: float 
 
 
 def reinforce_surrogate(inputs: LossInputs) -> Loss:
-    """Computes -A * logprob, which does not bound the distance to the old policy."""
+    """Computes -A * logprob."""
+    # Without a ratio, nothing bounds the distance to the old policy.
     return Loss(-inputs.advantages * mask_labels(inputs, inputs.policy_logprobs))
 
 
@@ -126,7 +127,7 @@ def _old_log_ratio(inputs: LossInputs) -> PerLabel:
 def _ratio_metrics(
     ratio: PerLabel, is_clipped_low: Bool[Array, "B T"], is_clipped_high: Bool[Array, "B T"]
 ) -> dict[str, PerLabel]:
-    """Returns the ratios, and which labels are clipped on either side."""
+    """Returns metrics of ratios and clipping."""
     ratio = lax.stop_gradient(ratio)
     return {
         "ratio/mean": ratio,
@@ -147,9 +148,9 @@ Only labels in the loss mask are counted, and only texts that have some.
 def token_mean(
     label_counts: Float[Array, "B T"], token_count: Float[Array, ""], text_count: Float[Array, ""]
 ) -> PerLabel:
-    """Averages over all labels, so that long responses weigh more.
+    """Averages over all labels.
 
-    Source: DAPO, arXiv 2503.14476.
+    Long responses weigh more. Source: DAPO, arXiv 2503.14476.
     """
     del text_count
     return jnp.ones_like(label_counts) / token_count
@@ -158,9 +159,9 @@ def token_mean(
 def sequence_mean(
     label_counts: Float[Array, "B T"], token_count: Float[Array, ""], text_count: Float[Array, ""]
 ) -> PerLabel:
-    """Averages over responses, so that tokens of long responses weigh less.
+    """Averages over responses.
 
-    Source: GRPO, arXiv 2402.03300.
+    Tokens of long responses weigh less. Source: GRPO, arXiv 2402.03300.
     """
     del token_count
     # Texts without a label have no loss either. The bound only avoids a division by 0.
@@ -168,9 +169,10 @@ def sequence_mean(
 
 
 class ConstantDivisor(NamedTuple):
-    """Sum over labels, divided by the maximum length times the number of requested rows.
+    """Sum over labels with a constant divisor.
 
-    Source: Dr. GRPO, arXiv 2503.20783.
+    The divisor is the maximum length times the number of requested rows. Source: Dr. GRPO, arXiv
+    2503.20783.
     """
 
     max_length: int

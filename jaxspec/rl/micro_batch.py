@@ -1,5 +1,7 @@
-"""What one micro-batch adds to a batch: one forward pass of the policy, and from the same logits
-its own loss and the draft's."""
+"""Losses of policy and draft on one micro-batch.
+
+Both use the same forward pass and logits.
+"""
 
 import dataclasses
 from functools import partial
@@ -35,74 +37,78 @@ from jaxspec.state import PyTree
 
 
 class BatchSums(NamedTuple):
-    """What a pass adds up over the labels to learn, on all shards; A depths of the draft (none
-    without one)."""
+    """Sums over the loss mask. The draft has A depths."""
 
     policy_loss: Float[Array, ""]
-    """Each label with its weight: the loss of the batch."""
+    """Weighted label losses, whose sum is the loss of the batch."""
     entropy: Float[Array, ""]
     gap: LogprobGap
     loss_metrics: dict[str, Float[Array, ""]]
-    """What the policy's loss measures."""
+    """Metrics of the policy loss."""
     maxima: dict[str, Float[Array, ""]]
-    """Not a sum: the largest of `NAME/max`, and of the negative of `NAME/min`."""
+    """Maxima in place of sums: of `NAME/max`, and of the negative of `NAME/min`."""
     traffic: Traffic | None
-    """Of the policy, if it has experts and learns."""
+    """Expert traffic of a policy that has experts and is trained."""
     draft: DraftComparison
 
     def merge_with(self, other: "BatchSums") -> "BatchSums":
-        """Both together."""
+        """Merges the sums of two micro-batches."""
         maxima = jax.tree.map(jnp.maximum, self.maxima, other.maxima)
         sums = jax.tree.map(jnp.add, self, other)
         return sums._replace(gap=self.gap.merge_with(other.gap), maxima=maxima)
 
     def sum_over_shards(self) -> "BatchSums":
-        """Of all data shards together, from one of them."""
+        """Sums over all data shards. Runs on each of them."""
         max_gap, maxima = lax.pmax((self.gap.max_absolute, self.maxima), ROWS)
         sums = lax.psum(self, ROWS)
         return sums._replace(gap=sums.gap._replace(max_absolute=max_gap), maxima=maxima)
 
     @property
     def extremes(self) -> dict[str, Float[Array, ""]]:
-        """The largest and least values by name."""
+        """Returns maxima and minima by name."""
         return {
             name: -value if name.endswith("/min") else value for name, value in self.maxima.items()
         }
 
 
 class BatchCounts(NamedTuple):
-    """What sums are divided by: known of the whole batch before the first micro-batch is read, so
-    that means are of the batch."""
+    """Divisors of the sums, counted over the whole batch."""
+
+    # Counted before the first micro-batch is read, so that means are those of the batch.
 
     labels: Float[Array, ""]
-    """Labels to learn."""
+    """Labels in the loss mask."""
     texts: Float[Array, ""]
-    """Rows that have some."""
+    """Rows with such labels."""
     labels_by_depth: Float[Array, " A"]
-    """Labels that each depth of the draft predicts."""
+    """Labels predicted by each depth of the draft."""
     positions: Float[Array, ""]
-    """Positions that hold a text."""
+    """Positions with a text."""
 
 
 COMMON_METRICS = ("advantage/zero", "ratio/kl")
-"""Measured whatever the policy's loss is."""
+"""Metrics of every policy loss."""
 EXTREMES = ("advantage/max", "advantage/min", "ratio/max", "ratio/min")
+"""Names of the extreme values measured for every policy loss."""
 
 
 def _old_log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
-    """Of policy to old policy, within bounds; 0 outside the labels to learn."""
+    """Computes clamped log ratios to the old policy.
+
+    They are 0 outside the loss mask.
+    """
     log_ratio = mask_labels(inputs, inputs.policy_logprobs - inputs.old_logprobs)
     return lax.stop_gradient(clamp_log_ratio(log_ratio))
 
 
 def _common_metrics(inputs: LossInputs) -> dict[str, Float[Array, "B T"]]:
-    """Labels that teach nothing, and the divergence of the old policy from this one."""
+    """Computes `COMMON_METRICS` per label."""
     is_zero = (inputs.advantages == 0).astype(inputs.advantages.dtype)
     return {"advantage/zero": is_zero, "ratio/kl": k3(_old_log_ratio(inputs))}
 
 
 def _label_maxima(inputs: LossInputs) -> dict[str, Float[Array, ""]]:
-    """The largest of each of `EXTREMES` over the labels to learn."""
+    """Computes each of `EXTREMES` over the loss mask."""
     values = {"advantage": inputs.advantages, "ratio": jnp.exp(_old_log_ratio(inputs))}
 
     def find_maximum(values: Float[Array, "B T"]) -> Float[Array, ""]:
@@ -116,13 +122,14 @@ def _label_maxima(inputs: LossInputs) -> dict[str, Float[Array, ""]]:
 
 
 def count_labels(loss_mask: Bool[Array, "B S"], dtype: np.dtype) -> Float[Array, " B"]:
-    """Labels to learn from of each row. Nothing predicts a row's first token."""
+    """Counts each row's labels to learn from."""
+    # Nothing predicts a row's first token.
     return jnp.sum(loss_mask[:, 1:], axis=1, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchObjective:
-    """The losses of policy and draft; None for one that does not learn."""
+    """Losses of policy and draft, None if not trained."""
 
     policy_loss: PolicyLoss | None
     aggregation: Aggregation
@@ -131,17 +138,17 @@ class MicroBatchObjective:
     taps: tuple[int, ...]
     """Layer boundaries whose hidden states the draft reads."""
     accum_dtype: np.dtype
-    """Type of losses and of what is added up."""
+    """Data type of losses and sums."""
     needs_order: bool
-    """Whether collectives need an order by data, as on several CPU devices."""
+    """Whether collectives must be ordered by data, as on several CPU devices."""
 
     @property
     def depth_count(self) -> int:
-        """Depths of the draft that learn."""
+        """Number of draft depths that are trained."""
         return 0 if self.draft is None else self.draft.depth_count
 
     def count_mini_batch(self, batch: TrainBatch, mini_batch: Int[Array, ""]) -> BatchCounts:
-        """Counts of a mini-batch over all shards, from one of them."""
+        """Counts a mini-batch over all shards. Runs on each of them."""
         dtype = self.accum_dtype
         is_read = batch.plan.micro_batch[mini_batch] >= 0
         labels = count_labels(batch.loss_mask, dtype)
@@ -157,7 +164,7 @@ class MicroBatchObjective:
         return lax.psum(BatchCounts(label_count, text_count, labels_by_depth, read_count), ROWS)
 
     def empty_sums(self, counts: BatchCounts, config: ModelSpec) -> BatchSums:
-        """The sums before the first micro-batch; `config` is the policy's."""
+        """Returns zero sums for the policy's `config`."""
         zero = jnp.zeros_like(counts.labels)
         layer_zeros, experts = jnp.zeros((config.layers,), zero.dtype), config.family.experts
         expert_zeros = jnp.zeros((config.layers, experts), zero.dtype)
@@ -173,9 +180,10 @@ class MicroBatchObjective:
 
     @property
     def metric_names(self) -> list[str]:
-        """Names of what the policy's loss measures."""
+        """Names of the policy loss's metrics."""
         if self.policy_loss is None:
             return []
+        # A loss may be user code, so its metrics are found by tracing it.
         inputs: dict[str, Any] = dict.fromkeys(
             LossInputs._fields, np.zeros((1, 1), self.accum_dtype)
         )
@@ -185,8 +193,7 @@ class MicroBatchObjective:
         )
 
     def total_loss(self, sums: BatchSums, counts: BatchCounts) -> Float[Array, ""]:
-        """The sums' part of the batch's loss, the draft's beside the policy's: neither has a
-        gradient in the other's weights."""
+        """Adds the policy's and the draft's loss. Each has a gradient in its own weights only."""
         loss = jnp.zeros((), sums.policy_loss.dtype)
         if self.policy_loss is not None:
             loss = loss + sums.policy_loss
@@ -195,8 +202,8 @@ class MicroBatchObjective:
         return loss
 
     def draft_loss(self, depth_sums: Float[Array, " A"], counts: BatchCounts) -> Float[Array, ""]:
-        """The weighted sum of the depths' means."""
-        assert self.draft is not None, "only a draft with an objective has a loss"
+        """Computes the weighted sum of the depths' means."""
+        assert self.draft is not None, "the draft needs an objective"
         weights = jnp.asarray(self.draft.depth_weights(len(depth_sums)), depth_sums.dtype)
         return jnp.sum(weights * depth_sums / jnp.maximum(counts.labels_by_depth, 1))
 
@@ -211,9 +218,9 @@ class MicroBatchObjective:
         batch: TrainBatch,
         counts: BatchCounts,
     ) -> BatchSums:
-        """What one micro-batch adds to the sums; the draft is read where it is `online`.
+        """Computes the sums of one micro-batch. The draft runs only if it is `online`.
 
-        `row` says of which row of the batch each position of the pack is.
+        `row[i]` is the batch row that position i of the pack came from.
         """
         target, accum_dtype, depth_count = attach_lora(policy), self.accum_dtype, self.depth_count
         if batch.states is None:
@@ -226,7 +233,7 @@ class MicroBatchObjective:
                 traffic_mask=pack.loss_mask if self.policy_loss else None,
             )
         else:
-            assert self.policy_loss is None, "layers that are not run would learn nothing"
+            assert self.policy_loss is None, "a policy with stored states cannot be trained"
             states = jax.tree.map(lambda row_states: row_states[row, pack.positions], batch.states)
             forward = DecoderOutput(states.hidden, states.taps, cache=None, traffic=None)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depth_count, 0), accum_dtype)
@@ -237,7 +244,7 @@ class MicroBatchObjective:
             if self.needs_order:
                 (hidden,), last_hidden = enforce_order((hidden,), last_hidden)
                 forward = forward._replace(hidden=last_hidden)
-        # Once, not in every chunk: a chunk would cast the whole head forward and backward.
+        # Cast once. Inside a chunk the full head would be cast for every chunk, forward and back.
         dtype = target.config.dtype
         target, network = cast_head(target, dtype), cast_head(network, dtype)
 
@@ -251,11 +258,12 @@ class MicroBatchObjective:
             if self.draft is None:
                 return logprobs, entropy, empty
             if self.needs_order:
+                # The draft's collectives are in a `cond` and must follow the policy's.
                 (logprobs, entropy), hidden = enforce_order((logprobs, entropy), hidden)
             compare = partial(
                 compare_draft, network, lax.stop_gradient(target), objective=self.draft
             )
-            # The draft's loss reads the policy's logits and must have no gradient in its weights.
+            # The draft's loss reads the policy's logits but must not change the policy.
             logits = lax.stop_gradient(logits)
             return (logprobs, entropy, lax.cond(online, compare, lambda *_: empty, logits, hidden))
 
@@ -270,7 +278,7 @@ class MicroBatchObjective:
             return jnp.sum(jnp.where(pack.loss_mask, values, 0))
 
         inputs = self._build_loss_inputs(logprobs, entropy, pack, row, batch)
-        # older rows differ by what was learnt since, which is no fault of what was recorded
+        # Older rows differ by updates since they were sampled, which is no fault of the recording.
         is_current = (
             pack.loss_mask if batch.is_current is None else pack.loss_mask & batch.is_current[row]
         )
@@ -301,8 +309,7 @@ class MicroBatchObjective:
         )
 
     def _score_labels(self, logits: Any, labels: Any, positions: Any) -> tuple[Any, Any]:
-        """Log-probabilities of labels, and the entropy of their distributions; zeros where the
-        policy does not learn, and nothing looks at them."""
+        """Computes logprobs and entropies, zeros without loss."""
         if self.policy_loss is None:
             zeros = jnp.zeros(labels.shape, self.accum_dtype)
             return zeros, zeros
@@ -316,8 +323,8 @@ class MicroBatchObjective:
         row: Int[Array, "1 T"],
         batch: TrainBatch,
     ) -> LossInputs:
-        """What the policy's loss reads at the labels of a pack."""
-        # A position predicts the next one's token, and what was recorded stands with the token.
+        """Builds the policy loss's inputs for a pack."""
+        # A position predicts the next token, and recorded values are stored at that token.
         next_positions = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
 
         def take_next(by_row: Float[Array, "B S"] | None) -> Float[Array, "1 T"]:
@@ -349,7 +356,7 @@ class MicroBatchObjective:
     def compute_logprobs(
         self, policy: Decoder | AdaptedDecoder, shards: WeightShards, pack: Pack
     ) -> Array:
-        """Log-probabilities of a pack's labels [1 T], by a forward pass alone."""
+        """Computes logprobs of a pack's labels [1 T]."""
         target = attach_lora(policy)
         forward = target(
             pack.tokens, pack.positions, first=pack.text_start, prepare_layer=shards.gather_layer
@@ -376,9 +383,9 @@ class MicroBatchObjective:
         pack: Pack,
         depth_count: int,
     ) -> Float[Array, "1 T A D"]:
-        """What the draft's head reads; zeros where it does not learn."""
+        """Computes the draft head's inputs, zeros if not `online`."""
         detached, objective = lax.stop_gradient((target, forward)), self.draft
-        assert objective is not None, "only a draft with an objective is read"
+        assert objective is not None, "the draft needs an objective"
         if self.needs_order:
             pack = pack._replace(tokens=order_after(pack.tokens, [signal_ready(forward.hidden)]))
 

@@ -1,4 +1,4 @@
-"""Optimizers, gradients of what a network learns, and the update that refuses non-finite ones."""
+"""Optimizers, learning rate schedules and updates."""
 
 from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
@@ -15,24 +15,24 @@ from jaxspec.models.lora import TARGETS
 from jaxspec.state import NetworkState, PyTree
 
 Metrics = dict[str, Num[Array, ""]]
+"""Metrics by name."""
 MAX_SKIPPED_IN_ROW = 3
-"""Non-finite updates in a row that end a training."""
+"""Number of non-finite updates in a row that ends a training."""
 
 
 SOUND, SKIPPED, BROKEN = range(3)
-"""Conditions of a learner: its last update went through, it was skipped, or there are numbers that
-are not finite."""
+"""Conditions of a learner: last update applied, last update skipped, state not finite."""
 
 
 class Diverged(RuntimeError):
-    """A training that is not worth going on with, or that ended without a result."""
+    """Error of a training without a usable result."""
 
 
 def require_progress(skipped_in_row: float, name: str, last_update: str, remedy: str) -> None:
     """Ends a training whose updates are no longer finite.
 
     Raises:
-      Diverged: says of which network (`name`), `after` which update, and where to `look`.
+      Diverged: Names the network, the last update and the remedy.
     """
     if skipped_in_row >= MAX_SKIPPED_IN_ROW:
         raise Diverged(
@@ -42,13 +42,13 @@ def require_progress(skipped_in_row: float, name: str, last_update: str, remedy:
 
 
 class AdamConstants(NamedTuple):
-    """Constants of AdamW; the defaults are those of drafts and of warm starts."""
+    """Constants of AdamW. The defaults are those of drafts and warm starts."""
 
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
     decays_matrices_only: bool = False
-    """Whether weight decay leaves norms, biases and embeddings as they are."""
+    """Whether weight decay skips norms, biases and embeddings."""
 
 
 DEFAULT_ADAM = AdamConstants()
@@ -60,7 +60,7 @@ def adamw(
     weight_decay: float = 0.0,
     adam: AdamConstants = DEFAULT_ADAM,
 ) -> optax.GradientTransformation:
-    """Clips by global norm, then updates by AdamW."""
+    """Clips by global norm, then updates with AdamW."""
     adam_update = _unclipped_adamw(learning_rate, weight_decay, adam)
     return optax.chain(optax.clip_by_global_norm(grad_clip), adam_update)
 
@@ -75,16 +75,19 @@ def _unclipped_adamw(
 
 
 def _decay_mask(weights: PyTree) -> PyTree:
-    """Says which weights are matrices, but for embeddings: the others set a scale, or are looked
-    up one by one."""
+    """Masks the weights that decay: all matrices except embeddings."""
+    # Other weights set a scale or, like embeddings, are looked up one by one.
     return jax.tree_util.tree_map_with_path(
         lambda path, _: _attribute_name(path) in (*_MATRIX_AXES, "head", "router"), weights
     )
 
 
 UPDATE_RMS = 0.2
-"""Root mean square of a matrix's update by Muon over the learning rate: about that of AdamW, whose
-learning rates then serve (Moonlight, arXiv 2502.16982, section 2.2)."""
+"""Root mean square of a Muon update relative to the learning rate.
+
+It is about that of AdamW, so learning rates carry over. Source: Moonlight, arXiv 2502.16982,
+section 2.2.
+"""
 
 
 def muon(
@@ -93,8 +96,10 @@ def muon(
     weight_decay: float = 0.0,
     adam: AdamConstants = DEFAULT_ADAM,
 ) -> optax.GradientTransformation:
-    """Global-norm clip, then Muon for the matrices of layers and adapters, each orthogonalised by
-    itself, and AdamW for all else: embedding, head, norms, biases, routers.
+    """Clips by global norm, then updates with Muon and AdamW.
+
+    Muon updates the matrices of layers and adapters, each orthogonalized on its own. AdamW updates
+    embedding, head, norms, biases and routers.
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).
     """
@@ -108,6 +113,7 @@ def muon(
         "muon": matrix_optimizer,
         "adamw": _unclipped_adamw(learning_rate, weight_decay, adam),
     }
+    # Clipped before the partition, so that the norm is that of all weights.
     return optax.chain(
         optax.clip_by_global_norm(grad_clip),
         optax.partition(optimizers_by_label, param_labels=_label_optimizers),
@@ -115,8 +121,11 @@ def muon(
 
 
 def _build_matrix_axes() -> dict[str, optax.contrib.MuonDimensionNumbers]:
-    """Input and output axes of every matrix, by the attribute that holds it; the others (layers,
-    experts) count its copies."""
+    """Returns the axes of every matrix.
+
+    They are input and output axes, by attribute name. Other axes (layers, experts) number separate
+    matrices.
+    """
     axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = dict.fromkeys(
         ("expert_gate", "expert_up", "expert_down"), ((2,), (3,))
     )
@@ -135,29 +144,33 @@ _MATRIX_AXES = _build_matrix_axes()
 
 
 def matrix_dimension_numbers(weights: PyTree) -> PyTree:
-    """Which axes of each weight are those of a matrix; None for what is none."""
+    """Returns each weight's matrix axes, or None."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: _MATRIX_AXES.get(_attribute_name(path)), weights
     )
 
 
 def _label_optimizers(weights: PyTree) -> PyTree:
-    """By which optimizer each weight is updated."""
+    """Returns the name of each weight's optimizer."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "muon" if _attribute_name(path) in _MATRIX_AXES else "adamw", weights
     )
 
 
 def _attribute_name(path: Any) -> str:
-    """The attribute that holds a weight; the last name is that of the array in its variable."""
+    """Returns the name of the attribute that holds a weight."""
+    # The last name is that of the array inside its variable.
     return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-2]
 
 
 def with_state_dtype(
     dtype: str, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The optimizer with its state, but for counts and Muon's coefficients, kept in a narrower type
-    between updates, which compute in the type of the weights."""
+    """Stores an optimizer's state in a narrower type.
+
+
+    Counts and Muon's coefficients keep their type. Updates compute in the type of the weights.
+    """
 
     def cast_state(state: PyTree, target_dtype: Any) -> PyTree:
         def cast_leaf(path: Any, leaf: Array) -> Array:
@@ -185,7 +198,7 @@ def with_state_dtype(
 def freeze_weights(
     names: Collection[str], optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The optimizer for all weights but those of these attributes, which stay as they are."""
+    """Updates all weights except those of the named attributes."""
 
     def label_weights(weights: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(
@@ -200,24 +213,27 @@ def freeze_weights(
 
 
 def update_count(state: PyTree) -> Int[Array, ""]:
-    """Updates that an optimizer has made."""
-    # AdamW, its schedule and Muon all count them
+    """Returns the number of updates made."""
+    # AdamW, its schedule and Muon each have a counter, all with the same value.
     return optax.tree.get_all_with_path(state, "count")[0][1]
 
 
 class OffloadedOptimizer(optax.GradientTransformation):
-    """An optimizer whose state lies in host memory between updates; scalars stay where they are."""
+    """Optimizer with its state in host memory.
+
+    The state is there between updates, except scalars.
+    """
 
 
 def move_to_device(state: PyTree) -> PyTree:
-    """An optimizer's state on the device, inside a program."""
+    """Moves optimizer state to the device."""
     return jax.tree.map(
         lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf, state
     )
 
 
 def move_to_host(state: PyTree) -> PyTree:
-    """It back in host memory."""
+    """Moves optimizer state to host memory."""
     return jax.tree.map(
         lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf, state
     )
@@ -226,12 +242,14 @@ def move_to_host(state: PyTree) -> PyTree:
 def warmup_schedule(
     kind: str, peak: float, warmup_steps: int, steps: int, floor: float = 0.0
 ) -> optax.Schedule:
-    """Linear warm-up to `peak`, then `constant`, `linear` or `cosine`.
+    """Builds a linear warm-up followed by a decay.
 
-    The last two end at `floor` times the peak after all `steps`.
+    `kind` is `constant`, `linear` or `cosine`. The last two end at `floor` times the peak after
+    `steps` updates.
     """
 
     def rate(count: Any) -> Any:
+        # Counted from 1, so that the first update has a learning rate above 0.
         warmup = jnp.minimum(1.0, (count + 1) / max(warmup_steps, 1))
         remaining = jnp.clip((steps - count) / max(steps - warmup_steps, 1), 0.0, 1.0)
         decay = {
@@ -245,7 +263,11 @@ def warmup_schedule(
 
 
 def cosine_schedule(peak: float, steps: int) -> optax.Schedule:
-    """A twentieth of the steps of warm-up, then cosine decay to a tenth of `peak`."""
+    """Builds a warm-up followed by cosine decay.
+
+    Warm-up takes 1/20 of the steps. The decay ends at a tenth of `peak`.
+    """
+    # optax requires the decay to be longer than the warm-up, even in a training of one step.
     return optax.warmup_cosine_decay_schedule(
         peak / 20, peak, max(1, steps // 20), max(2, steps), peak / 10
     )
@@ -256,8 +278,11 @@ def _is_variable(node: Any) -> bool:
 
 
 def trainable_parameters(network: PyTree) -> PyTree:
-    """The network with None in place of every variable that is not trained (a vocabulary map); all
-    others keep their paths."""
+    """Replaces variables that are not trained by None.
+
+    Others keep their paths.
+    """
+    # A vocabulary map is a variable that is not trained.
     return jax.tree.map(
         lambda node: None if _is_variable(node) and not isinstance(node, nnx.Param) else node,
         network,
@@ -266,7 +291,7 @@ def trainable_parameters(network: PyTree) -> PyTree:
 
 
 def replace_parameters(network: PyTree, weights: PyTree) -> PyTree:
-    """The network with its trained leaves from `weights`, a tree as `parameters` gives it."""
+    """Replaces a network's trained weights, given as by `trainable_parameters`."""
     return jax.tree.map(
         lambda node, weight: node if weight is None else weight,
         network,
@@ -276,8 +301,8 @@ def replace_parameters(network: PyTree, weights: PyTree) -> PyTree:
 
 
 def init_state(network: PyTree, optimizer: optax.GradientTransformation) -> NetworkState:
-    """A learner that has learnt nothing yet; the optimizer's state covers only what is trained."""
-    # two buffers: one could not be donated twice
+    """Initializes a network's training state. The optimizer covers trained weights only."""
+    # Two buffers, since one could not be donated twice.
     skipped, skipped_in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return NetworkState(
         network=network,
@@ -288,8 +313,10 @@ def init_state(network: PyTree, optimizer: optax.GradientTransformation) -> Netw
 
 
 def check_condition(state: NetworkState) -> Int[Array, ""]:
-    """SOUND, SKIPPED or BROKEN: whether training can go on from here, by the weights, the
-    optimizer's state and the last update."""
+    """Returns SOUND, SKIPPED or BROKEN.
+
+    BROKEN: weights or optimizer state are not finite. SKIPPED: the last update was skipped.
+    """
     floats = [
         leaf
         for leaf in jax.tree.leaves(move_to_device(state))
@@ -308,20 +335,21 @@ def apply_update(
     optimizer: optax.GradientTransformation,
     enabled: Bool[Array, ""] | bool = True,
 ) -> tuple[NetworkState, Float[Array, ""]]:
-    """Applies one update where it is `wanted` and returns the gradient's norm; a non-finite loss or
-    gradient changes only the count of skipped updates.
+    """Applies one update and returns the gradient's norm.
 
-    Old and new numbers are chosen between one by one: in a branch they would be held twice, and XLA
-    moves nothing to the host in one. The state of an `OffloadedOptimizer` is fetched when the
-    gradient is there.
+    Nothing changes if not `enabled`. A non-finite loss or gradient changes only the counts of
+    skipped updates.
     """
     norm = optax.tree.norm(gradients)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     weights, optimizer_state = trainable_parameters(network_state.network), network_state.optimizer
+    # Fetched only now that the gradient is computed, so that the passes have the memory.
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer_state = move_to_device(optimizer_state)
     changes, state = optimizer.update(gradients, optimizer_state, weights)
     new, old = (optax.apply_updates(weights, changes), state), (weights, optimizer_state)
+    # Selects old or new values element-wise. A `cond` would hold both copies, and XLA cannot
+    # offload inside it.
     weights, state = jax.tree.map(
         lambda new, old: jnp.where(is_finite & enabled, new, old), new, old
     )
@@ -344,14 +372,16 @@ def apply_update(
 
 
 class MetricSums(NamedTuple):
-    """Metrics of the updates so far, by name."""
+    """Sums of metrics over updates, by name."""
 
     sums: Metrics
-    """Over the updates that had a number."""
+    """Sum over the updates in which the metric was not NaN."""
     counts: Metrics
-    """How many updates had one."""
+    """Number of these updates."""
 
     def add_update(self, metrics: Metrics) -> "MetricSums":
+        """Adds the metrics of an update."""
+        # A metric is NaN in an update that has no value for it, and must not spoil the mean.
         present = {name: ~jnp.isnan(value) for name, value in metrics.items()}
         values = {name: jnp.where(present[name], value, 0) for name, value in metrics.items()}
         return jax.tree.map(
@@ -361,6 +391,7 @@ class MetricSums(NamedTuple):
         )
 
     def to_means(self) -> Metrics:
+        """Returns means; NaN for metrics without a value."""
         return {
             name: jnp.where(count > 0, self.sums[name] / jnp.maximum(count, 1), jnp.nan)
             for name, count in self.counts.items()

@@ -1,7 +1,7 @@
-"""Passes of the learner over a batch, on every data shard: for gradients, for sums, for logprobs.
+"""Passes of the learner over a batch: for gradients, sums, logprobs and policy states.
 
-Each runs in a `shard_map` that is manual over what splits rows: a shard has its own from the
-embedding to the loss, and all that goes between shards is what is written here and for experts in
+Each runs in a `shard_map` that is manual over the row axes, so a shard computes its own rows from
+embedding to loss. Collectives between shards are only those written here, and those of experts in
 `models/moe.py`.
 """
 
@@ -39,19 +39,19 @@ from jaxspec.state import Pack, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Passes over batches whose rows are at the places that their plan says (`at_places`)."""
+    """Passes over batches placed by `place_rows`."""
 
     mesh: Mesh
     dtype: str
-    """Of products."""
+    """Data type of matrix products."""
     micro_tokens: int
-    """Positions of a micro-batch on each data shard."""
+    """Tokens of a micro-batch on each data shard."""
     objective: MicroBatchObjective
     train_layout: Callable[[PyTree], PyTree]
-    """Shardings of networks."""
+    """Returns the shardings of networks."""
 
     def place_rows(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with every row on the shard, and at the place, that the plan says."""
+        """Moves every row to its place in the plan."""
         specs = _batch_specs(batch)
         move_rows = partial(move_rows_to_plan, shard_count=row_shard_count(self.mesh))
         return shard_map_rows(self.mesh, move_rows, (specs,), specs)(batch)
@@ -64,14 +64,20 @@ class Passes:
         batch: TrainBatch,
         mini_batch: Int[Array, ""],
     ) -> tuple[PyTree, BatchSums, BatchCounts]:
-        """Gradients of a mini-batch's losses in the train layout, in at least float32, with sums
-        and counts of all of it; the draft learns where it is `online`."""
+        """Computes gradients of a mini-batch.
+
+        They have the train layout and at least float32. Also returns sums and counts over the
+        mini-batch. The draft is trained only if `online`.
+        """
         return self._run_pass(policy, draft, online, batch, mini_batch, learning=True)
 
     def compute_sums(
         self, policy: Decoder | AdaptedDecoder, draft: PyTree, batch: TrainBatch
     ) -> tuple[BatchSums, BatchCounts]:
-        """Sums and counts of the first mini-batch by forward passes alone."""
+        """Computes sums and counts by forward passes.
+
+        Reads the first mini-batch.
+        """
         _, sums, counts = self._run_pass(
             policy, draft, jnp.ones((), bool), batch, jnp.int32(0), learning=False
         )
@@ -83,11 +89,11 @@ class Passes:
         first_mini_batch: Int[Array, ""] | int,
         batch: TrainBatch,
     ) -> tuple[Float[Array, "B S"], TrainBatch]:
-        """Log-probabilities of the labels under a policy, by a forward pass.
+        """Computes logprobs of the labels under a policy.
 
-        It reads the mini-batches from number `first_mini_batch` on. A label's stands at the place
-        of its token; elsewhere are zeros. Also returns the batch, tied to this pass so that later
-        reads are ordered after it.
+        Starts at mini-batch `first_mini_batch`. Each is stored at its token's position, zeros
+        elsewhere. Also returns the batch, tied to this pass so that later reads are ordered after
+        it.
         """
         shards, specs = self._shard_weights((policy, None))
         run_on_shard = partial(self._logprobs_on_shard, shards=shards)
@@ -99,9 +105,10 @@ class Passes:
     def compare_logprobs(
         self, logprobs: Float[Array, "B S"], first_mini_batch: int, batch: TrainBatch
     ) -> tuple[LogprobGap, TrainBatch]:
-        """Compares the labels' `logprobs` with the recorded ones, from `first_mini_batch` on.
+        """Compares `logprobs` with the recorded ones.
 
-        Rows of older versions are left out. Also returns the batch, tied to what is added up here.
+        Starts at mini-batch `first_mini_batch`. Rows of older versions are left out. Also returns
+        the batch, tied to the sums.
         """
 
         def compare_on_shard(
@@ -109,11 +116,12 @@ class Passes:
         ) -> tuple[LogprobGap, TrainBatch]:
             is_read = jnp.any(batch.plan.micro_batch[first_mini_batch:] >= 0, axis=0)
             is_current = is_read if batch.is_current is None else is_read & batch.is_current
-            # nothing predicts a row's first token
+            # Nothing predicts a row's first token.
             loss_mask = batch.loss_mask.at[:, 0].set(False) & is_current[:, None]
             recorded_logprobs = batch.sampled_logprobs.astype(logprobs.dtype)
             gap = LogprobGap.from_logprobs(logprobs, recorded_logprobs, loss_mask)
             max_absolute = lax.pmax(gap.max_absolute, ROWS)
+            # Independent collectives may start in different order on CPU devices and deadlock.
             if self.objective.needs_order:
                 gap = jax.tree.map(
                     lambda total: order_after(total, [signal_ready(max_absolute)]), gap
@@ -128,13 +136,14 @@ class Passes:
         return compare(logprobs, batch)
 
     def restore_row_order(self, placed_values: PyTree, batch: TrainBatch) -> PyTree:
-        """Moves arrays of the rows [B ...] from their places back to the order of the rows."""
+        """Moves arrays [B ...] back to row order."""
 
         def restore_on_shard(values: PyTree, order: Int[Array, " b"]) -> PyTree:
-            # After the values: collectives of the pass that made them come first.
+            # Collectives of the pass that computed the values must run first.
             signals = [signal_ready(leaf) for leaf in jax.tree.leaves(values)]
             full_order = lax.all_gather(order_after(order, signals), ROWS, tiled=True)
             row_places = jnp.arange(len(full_order), dtype=jnp.int32)
+            # Inverts the permutation: place of each row.
             row_places = jnp.zeros_like(full_order).at[full_order].set(row_places)
             first_row = lax.axis_index(ROWS) * len(order)
             local_places = lax.dynamic_slice_in_dim(row_places, first_row, len(order))
@@ -145,9 +154,9 @@ class Passes:
         )
 
     def compute_states(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> PolicyStates:
-        """What the draft reads of the policy at each token, in the order of the rows.
+        """Computes the policy states that the draft reads.
 
-        The batch is as it was made: its rows are not yet at their places.
+        They are in row order, one per token. The batch's rows are not placed yet.
         """
         batch = self.place_rows(batch)
         shards, specs = self._shard_weights((policy, None))
@@ -156,10 +165,10 @@ class Passes:
         states = compute(policy, batch)
         return self.restore_row_order(states, batch)
 
-    # ---- what is common to them
+    # ---- shared by all passes
 
     def _shard_weights(self, networks: NetworkPair) -> tuple[WeightShards, NetworkPair]:
-        """How networks are split, in all and over `data`."""
+        """Returns the networks' shardings: for collectives, and as `shard_map` specs of rows."""
         specs: Any = jax.tree.map(lambda sharding: sharding.spec, self.train_layout(networks))
         return WeightShards(specs, self.dtype, self.objective.needs_order), jax.tree.map(
             keep_row_axes, specs
@@ -168,8 +177,8 @@ class Passes:
     def _delay_gathering(
         self, networks: NetworkPair, shards: WeightShards, filler: Int[Array, ""]
     ) -> NetworkPair:
-        """Networks of which nothing is gathered before the batch is there: the compiler moves
-        gathering of what no micro-batch changes out of the loop."""
+        """Delays weight gathering until the batch has arrived."""
+        # Without this the compiler hoists loop-invariant gathers above it.
         return shards.order_collectives(
             networks, [signal_ready(filler)] if self.objective.needs_order else []
         )
@@ -193,7 +202,7 @@ class Passes:
         return mapped(policy, draft, online, batch, mini_batch)
 
     def _select_trained(self, networks: NetworkPair) -> NetworkPair:
-        """What is trained of policy and draft; None for one that is only read."""
+        """Selects trained weights. None for untrained networks."""
         policy, draft = map(optimizers.trainable_parameters, networks)
         return (
             None if self.objective.policy_loss is None else policy,
@@ -210,7 +219,7 @@ class Passes:
         shards: WeightShards,
         learning: bool,
     ) -> tuple[PyTree, BatchSums, BatchCounts]:
-        """One shard's part of the pass: gradients accumulated over the micro-batches in use."""
+        """Runs a pass on one shard's micro-batches."""
         objective = self.objective
         counts, filler = objective.count_mini_batch(batch, mini_batch), filler_token(batch)
         policy, draft = self._delay_gathering((policy, draft), shards, filler)
@@ -236,6 +245,7 @@ class Passes:
             number: Int[Array, ""], carry: tuple[PyTree, BatchSums]
         ) -> tuple[PyTree, BatchSums]:
             pack, row = gather_pack(batch, mini_batch, number, self.micro_tokens, filler)
+            # Gathered anew for every micro-batch, so that no full copy outlives one.
             gathered_weights, scatter_gradients, networks = jax.vjp(
                 gather_networks, weights, has_aux=True
             )
@@ -255,14 +265,14 @@ class Passes:
             return jax.tree.map(jnp.add, carry[0], gradients), carry[1].merge_with(sums)
 
         zero_gradients = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
-        # The plan says at run time how many micro-batches there are: one program for every batch.
+        # The count is data, not a constant, so that one program serves every batch.
         gradients, sums = lax.fori_loop(
             0,
             batch.plan.micro_batch_count[mini_batch],
             add_micro_batch,
             (zero_gradients, objective.empty_sums(counts, policy.config)),
         )
-        # once a batch, and not for every micro-batch
+        # Once per batch, which costs fewer collectives than once per micro-batch.
         return (
             trained_shards.sum_gradients(gradients) if learning else gradients,
             sums.sum_over_shards(),
@@ -288,7 +298,7 @@ class Passes:
             networks = shards.gather_outside_layers(policy, None)
             pack = pack._replace(tokens=order_after(pack.tokens, shards.signal_gathering(networks)))
             pack_logprobs = self.objective.compute_logprobs(networks[0], shards, pack)
-            # what is not learnt is beyond the rows, and dropped
+            # Labels outside the loss mask get a row past the end, which `mode="drop"` ignores.
             row = jnp.where(pack.loss_mask, row, row_count)
             next_positions = jnp.minimum(pack.positions + 1, row_length - 1)
             return logprobs.at[row, next_positions].set(
@@ -307,7 +317,7 @@ class Passes:
 
         zeros = jnp.zeros((row_count, row_length), self.objective.accum_dtype)
         logprobs = lax.fori_loop(0, len(batch.plan.micro_batch_count), score_mini_batch, zeros)
-        # What is read of the batch later, on any shard, comes after this on all of them.
+        # Later reads of the batch, on any shard, must run after this pass on all shards.
         ready = lax.psum(signal_ready(logprobs).astype(jnp.int32), ROWS)
         return logprobs, order_batch_after(batch, ready) if self.objective.needs_order else batch
 
@@ -349,7 +359,7 @@ class Passes:
 
 
 def order_batch_after(batch: TrainBatch, *results: Num[Array, ""]) -> TrainBatch:
-    """The batch, of which whatever is read comes after numbers that are `results`."""
+    """Orders later reads of a batch after `results`."""
     signals = [signal_ready(result) for result in results]
     return batch.replace(
         tokens=order_after(batch.tokens, signals), loss_mask=order_after(batch.loss_mask, signals)
@@ -357,7 +367,7 @@ def order_batch_after(batch: TrainBatch, *results: Num[Array, ""]) -> TrainBatch
 
 
 def _batch_specs(batch: TrainBatch) -> Any:
-    """How a batch is split over `data`."""
+    """Returns a batch's specs over the row axes."""
     specs = jax.tree.map(lambda leaf: P(ROWS), batch)
     plan = batch.plan.replace(
         row_order=P(ROWS),
@@ -369,7 +379,7 @@ def _batch_specs(batch: TrainBatch) -> Any:
 
 
 def _fill_weights(networks: NetworkPair, weights: NetworkPair) -> NetworkPair:
-    """Networks with what is trained of them from `weights`."""
+    """Replaces the trained weights of networks."""
     policy, draft = (
         network
         if trained_weights is None

@@ -1,5 +1,7 @@
-"""What the learner reads: rows as they were left, and a plan that packs their texts into
-micro-batches without ever copying all of them."""
+"""The learner's input: rollout rows, and a plan that packs them into micro-batches.
+
+Rows are gathered one micro-batch at a time.
+"""
 
 from typing import Any, NamedTuple
 
@@ -22,46 +24,55 @@ from jaxspec.state import AnyArray, Pack, PackingPlan, PyTree, Tree, pytree
 
 
 class PolicyStates(NamedTuple):
-    """What a pass of the policy gives at each token of some rows."""
+    """Policy outputs at each token."""
 
     hidden: Float[AnyArray, "B S D"]
-    """After the final norm."""
+    """Hidden states after the final norm."""
     taps: Float[AnyArray, "B S C"] | None
-    """Where the draft reads the residual stream; None: it does not."""
+    """Aux hidden states. None if the draft does not use them."""
 
 
 @pytree
 class TrainBatch(Tree):
-    """Rows to learn from. It knows nothing of prompts, groups or slots."""
+    """Rows to learn from.
+
+    It has no prompts, groups or slots.
+    """
 
     tokens: Int[AnyArray, "B S"]
     sampled_logprobs: Float[AnyArray, "B S"]
-    """Of each token under the weights and the distribution that sampled it."""
+    """Log-probability of each token under the weights and distribution that sampled it."""
     loss_mask: Bool[AnyArray, "B S"]
-    """The tokens to learn from: those that the policy sampled. Nothing after a row's last one is
-    read."""
+    """Tokens to learn from, which are those that the policy sampled.
+
+    Tokens after a row's last such token are never read.
+    """
     advantages: Float[AnyArray, "B ..."]
-    """Of each row, or of each token, at its place."""
+    """Advantage of each row, or of each token at its position."""
     version: Int[AnyArray, " B"]
-    """Batches that the policy had learnt from when it sampled the row."""
+    """Weight version that sampled the row (number of batches trained on)."""
     plan: PackingPlan
     old_logprobs: Float[AnyArray, "B S"] | None = None
-    """Of each token under the policy before the updates on this batch; None: that of the pass that
-    reads it."""
+    """Log-probabilities under the policy before the updates on this batch.
+
+    None to use those of the current pass.
+    """
     is_current: Bool[AnyArray, " B"] | None = None
-    """Rows that were sampled by the policy before the updates on this batch; None: all."""
+    """Rows sampled by the policy before the updates on this batch. None for all rows."""
     is_on_policy: Bool[AnyArray, " B"] | None = None
-    """Rows whose old policy is the one of the pass that reads them, whatever `old_logprobs` says;
-    None: none of them."""
+    """Rows that use the logprobs of the current pass in place of `old_logprobs`. None for none."""
     reference_logprobs: Float[AnyArray, "B S"] | None = None
-    """Of each token under the reference policy; None: no loss asks for them."""
+    """Log-probabilities under the reference policy. None if no loss uses them."""
     states: PolicyStates | None = None
-    """Of the policy, which is then not run: it does not learn. None: the pass runs it."""
+    """Stored policy outputs for a policy that is not trained. None to run the policy."""
 
 
 def read_lengths(loss_mask: Any) -> Any:
-    """Tokens of each row that a pass reads, [B] of a mask [B S] of the tokens to learn: those
-    before the last of these."""
+    """Counts the tokens of each row to read.
+
+    Returns [B] for a loss mask [B S]. The counted tokens are the tokens before the row's last
+    label.
+    """
     library: Any = jnp if isinstance(loss_mask, jax.Array) else np
     return library.max(
         library.where(loss_mask, library.arange(loss_mask.shape[1], dtype=np.int32), 0), axis=1
@@ -74,20 +85,16 @@ def plan_packing(
     micro_tokens: int,
     mini_batch: Int[np.ndarray, " B"] | None = None,
 ) -> PackingPlan:
-    """A plan for rows of which `read` tokens are read each; 0: the row is left out. On the host.
-
-    The rows of a mini-batch are dealt to the shards longest first, each to the shard with the least
-    text that has a place left, and packed by first fit in that order: so micro-batch n has texts of
-    about the same length on every shard.
+    """Assigns rows to shards and micro-batches, on the host.
 
     Args:
-      read: see above.
-      shard_count: of the data.
-      tokens: of a micro-batch, on each shard.
-      mini_batch: the number of the one that each row belongs to; None: there is one.
+      token_counts: Number of tokens to read from each row. 0 leaves the row out.
+      shard_count: Number of data shards.
+      micro_tokens: Tokens of a micro-batch on each shard.
+      mini_batch: Mini-batch of each row. None for a single mini-batch.
 
     Raises:
-      ValueError: a row has more than `tokens` tokens to read.
+      ValueError: A row has more than `micro_tokens` tokens to read.
     """
     if token_counts.max(initial=0) > micro_tokens:
         raise ValueError(
@@ -112,6 +119,8 @@ def plan_packing(
         # positions left in each pack of each shard
         free_positions: list[list[int]] = [[] for _ in range(shard_count)]
         rows = np.flatnonzero((mini_batches == number) & (token_counts > 0))
+        # Longest first, each to the shard with the fewest tokens and a free place. First fit in
+        # this order gives micro-batch n texts of similar lengths on every shard.
         for row in rows[np.argsort(-token_counts[rows], kind="stable")]:
             candidate_load = np.where(
                 filled_places < places_per_shard, shard_load, np.iinfo(int).max
@@ -125,8 +134,9 @@ def plan_packing(
             )
             pack, start = _first_fit(free_positions[shard], length, micro_tokens)
             micro_batch[number, place], text_start[number, place] = pack, start
+        # Shards run the same number of micro-batches, since collectives need all of them.
         micro_batch_count[number] = max(map(len, free_positions))
-    # last, so that what is read has its choice of places in every mini-batch
+    # Rows without tokens come last, so that all others have a choice of places.
     empty_places = [
         place
         for place in range(len(token_counts))
@@ -143,7 +153,10 @@ def plan_packing(
 
 
 def _first_fit(free_positions: list[int], length: int, micro_tokens: int) -> tuple[int, int]:
-    """The first pack with `length` positions left, or a new one, and where in it a text starts."""
+    """Finds or adds a pack with `length` free positions.
+
+    Returns the pack's index and the position at which the text starts.
+    """
     number = next(
         (number for number, free in enumerate(free_positions) if free >= length),
         len(free_positions),
@@ -161,11 +174,12 @@ def build_text_batch(
     micro_tokens: int,
     states: PolicyStates | None = None,
 ) -> TrainBatch:
-    """A batch of texts that nobody sampled, on the devices of `mesh`, planned for micro-batches of
-    `micro` positions a shard; with the policy's `states`, if they are known.
+    """Builds a batch of supervised texts on `mesh`.
+
+    Micro-batches have `micro_tokens` positions per shard. `states` are stored policy outputs.
 
     Raises:
-      ValueError: as `plan_packing`.
+      ValueError: As in `plan_packing`.
     """
     row_zeros = np.zeros(len(tokens), np.int32)
     fields: dict[str, Any] = {
@@ -190,7 +204,7 @@ def build_text_batch(
 
 
 def plan_shardings(mesh: Mesh) -> Any:
-    """Shardings of a plan."""
+    """Returns the shardings of a plan."""
     by_row, by_update = row_sharding(mesh), update_row_sharding(mesh)
     return jax.eval_shape(lambda: empty_plan(1)).replace(
         row_order=by_row,
@@ -201,7 +215,7 @@ def plan_shardings(mesh: Mesh) -> Any:
 
 
 def empty_plan(row_count: int, mini_batch_count: int = 1) -> PackingPlan:
-    """A plan that reads nothing."""
+    """Returns a plan without micro-batches."""
     zeros = jnp.zeros((mini_batch_count, row_count), jnp.int32)
     return PackingPlan(
         row_order=jnp.arange(row_count, dtype=jnp.int32),
@@ -212,7 +226,7 @@ def empty_plan(row_count: int, mini_batch_count: int = 1) -> PackingPlan:
 
 
 def move_rows_to_plan(batch: TrainBatch, shard_count: int) -> TrainBatch:
-    """The batch with every row at its place. Inside a `shard_map`."""
+    """Moves every row to its place in the plan. Runs inside a `shard_map`."""
     plan = batch.plan
     return gather_from_shards(batch.replace(plan=None), plan.row_order, shard_count).replace(
         plan=plan
@@ -220,15 +234,17 @@ def move_rows_to_plan(batch: TrainBatch, shard_count: int) -> TrainBatch:
 
 
 def gather_from_shards(tree: PyTree, order: Int[Array, " n"], shard_count: int) -> PyTree:
-    """What stands at the places `order` of the first axis, which all shards' parts make up: a
-    shard's part goes round all shards, which take what is theirs. Inside a `shard_map`.
+    """Gathers entries of the first axis from all shards.
 
-    No shard ever holds more than twice its own part.
+    `order` numbers them over all shards. Runs inside a `shard_map`.
     """
+    # Parts travel around a ring, and each shard copies its entries from the part that passes. So
+    # no shard ever holds more than twice its own part.
     if shard_count == 1:
         return _take_rows(order, tree)
     local_count = len(order)
     shard_index = lax.axis_index(ROWS).astype(jnp.int32)
+    # Each shard receives the part of the next one.
     ring = [((shard + 1) % shard_count, shard) for shard in range(shard_count)]
 
     def exchange(distance: Int[Array, ""], carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
@@ -252,12 +268,12 @@ def _take_rows(places: Int[Array, " n"], tree: PyTree) -> PyTree:
 
 
 def filler_token(batch: TrainBatch) -> Int[Array, ""]:
-    """A token that some row of the batch starts with and that a pass reads anyway, for positions
-    without a text. Inside a `shard_map`.
+    """Returns the token for positions without a text.
 
-    Just any token might be one that makes activations overflow: behind the mask, zero cotangents
-    times NaN are NaN.
+    Runs inside a `shard_map`. It is the first token of some row that is read.
     """
+    # An arbitrary token might make activations overflow. The mask would not help in the backward
+    # pass, since zero cotangents times NaN are NaN.
     is_read = read_lengths(batch.loss_mask) > 0
     return lax.pmax(
         jnp.max(
@@ -274,10 +290,13 @@ def gather_pack(
     micro_tokens: int,
     filler: Int[Array, ""],
 ) -> tuple[Pack, Int[Array, "1 T"]]:
-    """This shard's pack in a micro-batch of a mini-batch, gathered from its rows; also the row that
-    each position belongs to."""
+    """Gathers this shard's pack of a micro-batch.
+
+    Also returns the batch row that each position came from.
+    """
     row_count, row_length = batch.tokens.shape
     plan = batch.plan
+    # Rows of other micro-batches start past the end, where `mode="drop"` ignores them.
     text_starts = jnp.where(
         plan.micro_batch[mini_batch] == micro_batch, plan.text_start[mini_batch], micro_tokens
     )
@@ -287,11 +306,13 @@ def gather_pack(
         .set(jnp.arange(row_count, dtype=jnp.int32), mode="drop")
     )
     indices = jnp.arange(micro_tokens, dtype=jnp.int32)
+    # The latest start at or before a position is that of its text.
     text_start = lax.cummax(jnp.where(row_at_start >= 0, indices, 0))
     row = jnp.maximum(row_at_start[text_start], 0)
     is_text = (row_at_start[text_start] >= 0) & (
         indices - text_start < read_lengths(batch.loss_mask)[row]
     )
+    # A position without a text is a text of its own, so attention never leaves it.
     text_start = jnp.where(is_text, text_start, indices)
     positions = indices - text_start
     next_positions = jnp.minimum(positions + 1, row_length - 1)
@@ -312,10 +333,10 @@ def scatter_pack(
     micro_batch: Int[Array, ""],
     old_values: PyTree,
 ) -> PyTree:
-    """What a pack has at each position [1 T ...], at its row and token [b S ...], in place of what
-    was there `old_values`.
+    """Writes a pack's values to their rows and tokens.
 
-    Beyond a row's last token that was read stands something that nothing may look at.
+    Values [1 T ...] become [b S ...]. Rows of other packs keep their old values. Values after a
+    row's last token read are undefined.
     """
     plan, row_length = batch.plan, batch.tokens.shape[1]
     is_in_pack = (plan.micro_batch[mini_batch] == micro_batch)[:, None, None]
@@ -330,8 +351,10 @@ def scatter_pack(
 
 
 def count_response_tokens(pack: Pack) -> Int[Array, "B T"]:
-    """Labels to learn that stand before each label in its own text: of a rollout, tokens of the
-    response so far."""
+    """Counts labels before each label in its text.
+
+    In a rollout this is the number of response tokens so far.
+    """
     earlier_labels = jnp.cumsum(pack.loss_mask, axis=1, dtype=jnp.int32) - pack.loss_mask.astype(
         jnp.int32
     )
@@ -339,7 +362,7 @@ def count_response_tokens(pack: Pack) -> Int[Array, "B T"]:
 
 
 def rows_to_pack(tokens: Int[Array, "B S"], loss_mask: Bool[Array, "B S"]) -> Pack:
-    """Padded rows as sequences of one text each."""
+    """Converts padded rows to sequences of one text each."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     shift = ((0, 0), (0, 1))
     return Pack(
