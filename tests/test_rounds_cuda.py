@@ -126,7 +126,7 @@ def test_a_round_has_no_loop_and_few_kernels(lora: int, tensor: int) -> None:
         each
         for name in found.round.computations
         for each in found.program.computations[name]
-        if re.search(r"jit\(layer\)", each.scope)
+        if re.search(r"jit\(run_layer\)", each.scope)
     ]
     assert within
     of_layers = 15 * LAYERS if tensor == 1 else 20 * LAYERS
