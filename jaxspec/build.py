@@ -258,6 +258,7 @@ def _build_learner(
             if config.needs_old_logprobs and not config.is_on_policy
             else math.inf
         ),
+        seed=config.seed,
     )
 
 

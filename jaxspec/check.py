@@ -234,7 +234,7 @@ def _overflow_reason(fit: FittedStep) -> str:
 def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.StepExpectation:
     """Collects facts to compare the program with."""
     step, prompts = fit.step, config.batch.prompts
-    mesh = dict(step.mesh.shape)
+    mesh = dict(step.learner.mesh.shape)
     state, _, _ = abstract_arguments(step, prompts)
     networks = [state.learner.policy.network]
     if state.learner.draft is not None:

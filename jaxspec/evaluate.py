@@ -38,7 +38,7 @@ from jaxspec.data.census import take_census
 from jaxspec.data.problems import describe_problems, load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
 from jaxspec.evaluation.estimates import Estimate, PairedDifference
-from jaxspec.evaluation.evaluator import Evaluator, ProblemChunk, ProblemRecord
+from jaxspec.evaluation.evaluator import Evaluator, PolicyAnswerer, ProblemChunk, ProblemRecord
 from jaxspec.evaluation.program import compile_evaluator
 from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.hf.pretrained import fingerprint_checkpoint
@@ -199,20 +199,20 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
         try_scorers(job.config, sets, scorers)
         job = replace(job, step=replace(job.step, learner=without_optimizers(job.step.learner)))
         start_time = time.perf_counter()
-        evaluator = compile_evaluator(job, sets, scorers, with_text=True)
+        program = compile_evaluator(job, sets, scorers, with_text=True)
         job.say(f"compiled in {time.perf_counter() - start_time:.1f} s")
-    records = RecordFile(folder, jax.process_index())
+    evaluator, records = program.evaluator, RecordFile(folder, jax.process_index())
     # A killed process may have left half a line. The complete ones stay.
     records.truncate_from(float("inf"))
     answered = records.load_records()
     remaining = evaluator.remaining_chunks(answered)
     if remaining:
         with interrupt.exit_on_signal("loading the weights"):
-            state = evaluator.prepare_state(load_weights(job, interrupt, run))
+            answer_prompts = program.bind(load_weights(job, interrupt, run))
         done_count = len(evaluator.chunks) - len(remaining)
         if done_count:
             job.say(f"{done_count} of {len(evaluator.chunks)} calls are already in {folder}")
-        new_records = answer_problems(evaluator, state, remaining, records, interrupt)
+        new_records = answer_problems(evaluator, answer_prompts, remaining, records, interrupt)
         if new_records is None:
             job.say(f"stopped; the answers so far are in {folder}, and the same command goes on")
             return interrupt.exit_status
@@ -238,7 +238,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
 
 def answer_problems(
     evaluator: Evaluator,
-    state: Any,
+    answer_prompts: PolicyAnswerer,
     chunks: Sequence[ProblemChunk],
     records: RecordFile,
     interrupt: Interrupt,
@@ -254,7 +254,7 @@ def answer_problems(
 
     with Progress("evaluation", len(chunks), jax.process_index()) as progress:
         for number, chunk in enumerate(chunks, start=1):
-            state, answers = evaluator.answer_chunk(state, chunk, should_stop)
+            answers = evaluator.answer_chunk(answer_prompts, chunk, should_stop)
             if answers is None:
                 return None
             # Written after each chunk, so that a stop loses one chunk at most.

@@ -250,6 +250,17 @@ class Drafter(Tree):
 
 
 @pytree
+class ExportedWeights(Tree):
+    """Policy and draft as the learner gives them away: merged and cast, in its own layout."""
+
+    policy: PyTree
+    draft: PyTree
+    """None without a draft that has weights."""
+    version: Int[Array, ""]
+    """Version of the policy: number of batches learned from."""
+
+
+@pytree
 class RolloutWeights(Tree):
     """Policy and draft in the rollout layout."""
 

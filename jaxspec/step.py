@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec.drafts.kinds import check_fits
 from jaxspec.drafts.schedule import Schedule
-from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
@@ -30,6 +28,7 @@ from jaxspec.rl.optimizers import Metrics
 from jaxspec.rl.train_batch import TrainBatch, empty_plan, plan_packing
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import PackingPlan, Prompts, PyTree, RolloutWeights, ScoredRollout, TrainState
+from jaxspec.transfer import transfer_arrays
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host from which a device reads by itself."""
@@ -86,11 +85,6 @@ class Step:
     """Into which a batch is divided, each for an update."""
     uses_dynamic_sampling: bool = False
     """Whether several rollouts fill a batch (dynamic sampling)."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Of both sides."""
-        return self.generator.mesh
 
     @property
     def sizes(self) -> "Sizes":
@@ -172,18 +166,11 @@ class Step:
         return self.build_batch(scored.replace(rewards=rewards)), metrics
 
     def sync(self, state: TrainState) -> RolloutWeights:
-        """The weights as generation reads them."""
-        draft = state.learner.draft.network if state.learner.draft else None
-        policy, version = state.learner.policy.network, state.learner.version
-        # also what no update changes goes between devices after the update
-        if needs_ordering(self.mesh):
-            ordered_policy = jax.tree.map(
-                lambda leaf: order_after(leaf, [signal_ready(version)]), policy
-            )
-            policy = jax.lax.with_sharding_constraint(
-                ordered_policy, self.learner.train_layout(policy)
-            )
-        return self.generator.sync_weights(policy, draft, state.generator, version)
+        """Exports the weights, transfers them to the generator's mesh, and loads them there."""
+        exported = transfer_arrays(
+            self.learner.export(state.learner), self.learner.mesh, self.generator.mesh
+        )
+        return self.generator.load(exported, state.generator)
 
     def build_batch(
         self, scored: ScoredRollout, costs: Float[Array, "B S"] | None = None

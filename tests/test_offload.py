@@ -46,7 +46,7 @@ def made(offload: bool, data: int = 2) -> Program:
         optimizer=dataclasses.replace(config.optimizer, offload=offload),
     )
     built = build_step(config, small_mesh(data, 1), STOP, MODEL.vocab)
-    layout = built.state_shardings(), row_sharding(built.mesh), None, None
+    layout = built.state_shardings(), row_sharding(built.learner.mesh), None, None
     return Program(built, jax.jit(built.train_step, out_shardings=layout, donate_argnums=0), [])
 
 

@@ -135,8 +135,8 @@ def run(step: Step, folder: Path) -> bool:
     filler = BatchFiller(job, scorer) if job.step.uses_dynamic_sampling else None
     writer, progress = MetricsWriter(folder, 0), Progress("rl", STEPS)
     profiler = Profiler(range(0), folder / "trace", (), print)
-    evaluator = Evaluator(source, scorer, job.config, GROUP, unasked)
-    evaluations = Evaluations(job, evaluator, folder)
+    evaluator = Evaluator(source, scorer, job.config, GROUP)
+    evaluations = Evaluations(job, evaluator, unasked, folder)
     host = Host(source, scorer, filler, evaluations, checkpoints, StepSchedule(step, {}))
     loop = Loop(job, Interrupt(), host, writer, progress, profiler)
     run = restore_run(job, checkpoints, source.history)

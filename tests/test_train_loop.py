@@ -93,9 +93,9 @@ def loop_of(job: Job, folder: Path, asked: bool = False) -> Loop:
     progress = Progress("rl", job.config.steps)
     profiler = Profiler(range(0), folder / "trace", (), print)
     source, scorer = batches_of(job, load_sets(job.config, job.tokenizer))
-    evaluator = Evaluator(source, scorer, job.config, job.config.batch.group_size, never)
+    evaluator = Evaluator(source, scorer, job.config, job.config.batch.group_size)
     evaluations, checkpoints = (
-        Evaluations(job, evaluator, folder),
+        Evaluations(job, evaluator, never, folder),
         Checkpoints(folder / "checkpoints"),
     )
     host = Host(source, scorer, None, evaluations, checkpoints, StepSchedule(never, {}))

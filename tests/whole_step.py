@@ -25,8 +25,10 @@ from jaxspec.mesh import replicated_sharding, row_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import response_mask
 from jaxspec.rl.train_batch import plan_shardings
-from jaxspec.state import FAILED, Prompts, Rollout, ScoredRollout, TrainState
+from jaxspec.rollout.generator import Generator
+from jaxspec.state import FAILED, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
+from jaxspec.transfer import export_weights
 from tests.conftest import (
     eagle3,
     small_mesh,
@@ -99,7 +101,8 @@ def program(data: int = 1, tensor: int = 1, expert: int = 1, **options: Any) -> 
     return Program(
         step,
         jax.jit(
-            train_step, out_shardings=(step.state_shardings(), row_sharding(step.mesh), None, None)
+            train_step,
+            out_shardings=(step.state_shardings(), row_sharding(step.learner.mesh), None, None),
         ),
         traces,
     )
@@ -111,15 +114,14 @@ def start(step: Step, online: bool = True) -> TrainState:
     state = jax.jit(step.init_state, out_shardings=step.state_shardings())(
         tiny_network(Decoder, model, 1), network
     )
-    online_there = jax.device_put(jnp.asarray(online), replicated_sharding(step.mesh))
+    online_there = jax.device_put(jnp.asarray(online), replicated_sharding(step.learner.mesh))
     return state.replace(learner=state.learner.replace(online=online_there))
 
 
 def place(step: Step, tree: Any) -> Any:
     def one(leaf: Any) -> jax.Array:
-        sharding: NamedSharding = (
-            row_sharding(step.mesh) if np.ndim(leaf) else replicated_sharding(step.mesh)
-        )
+        mesh = step.learner.mesh
+        sharding: NamedSharding = row_sharding(mesh) if np.ndim(leaf) else replicated_sharding(mesh)
         return jax.device_put(np.asarray(leaf), sharding)
 
     return jax.tree.map(one, tree)
@@ -136,7 +138,7 @@ def finish(step: Step, rollout: Rollout, rewards: np.ndarray, valid: np.ndarray)
     }
     return ScoredRollout(
         rollout=place(step, rollout),
-        plan=jax.device_put(plan, plan_shardings(step.mesh)),
+        plan=jax.device_put(plan, plan_shardings(step.learner.mesh)),
         **place(step, parts),
     )
 
@@ -145,7 +147,17 @@ def nothing_finished(step: Step, rows: int = ROWS) -> ScoredRollout:
     """What a first call learns from."""
     nothing = step.empty_scored_rollout(rows)
     placed: ScoredRollout = place(step, nothing.replace(plan=None))
-    return placed.replace(plan=jax.device_put(nothing.plan, plan_shardings(step.mesh)))
+    return placed.replace(plan=jax.device_put(nothing.plan, plan_shardings(step.learner.mesh)))
+
+
+def load_weights(generator: Generator, policy: Decoder, draft: Any) -> RolloutWeights:
+    """Weights as a generator reads them, without a learner."""
+
+    def load(policy: Decoder, draft: Any) -> RolloutWeights:
+        exported = export_weights(policy, draft, generator.dtype)
+        return generator.load(exported, generator.init_state())
+
+    return jax.jit(load)(policy, draft)
 
 
 def prompts_of(step: Step, batch: int) -> Prompts:

@@ -1,2 +1,5 @@
-"""Measurements, each as tables and a last line of JSON: `python -m jaxspec.bench generate --model
-DIR`, and others."""
+"""Benchmarks.
+
+Each prints tables and a last line of JSON. An example is `python -m jaxspec.bench generate --model
+DIR`.
+"""

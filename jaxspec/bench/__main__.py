@@ -1,8 +1,8 @@
-"""Runs the benchmark that the first word names."""
+"""Runs the benchmark named by the first argument."""
 
 import sys
 
-# a stop while the rest is imported, which takes seconds, has nothing to save
+# Before the other imports, which take seconds: a signal during them has nothing to save.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -20,18 +20,18 @@ BENCHES = {
     "generate": (
         generate.main,
         "--model DIR",
-        "tokens a second of one checkpoint, plain or with a draft, and what a round costs",
+        "tokens per second and round costs of one checkpoint, with or without a draft",
     ),
-    "gpu": (gpu.main, "", "speculation on a GPU, in ten minutes, with random weights"),
+    "gpu": (gpu.main, "", "speculation on a GPU with random weights, in ten minutes"),
     "step": (step.main, "--model DIR", "a GRPO step of one checkpoint: generate, score, learn"),
     "drafts": (drafts.main, "--config NAME.py[:SCALE]", "every kind of draft on one policy"),
     "load": (load.main, "--model DIR", "reading a checkpoint"),
-    "roofline": (roofline.main, "", "what this machine can do: bandwidth and products a second"),
+    "roofline": (roofline.main, "", "bandwidth and peak operations per second of this machine"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Runs a benchmark and returns its exit status."""
     bench_list = "\n".join(
         f"  {name:9}{arguments:25}{description}"
         for name, (_, arguments, description) in BENCHES.items()
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec.bench",
         usage=f"%(prog)s {{{','.join(BENCHES)}}} ...",
-        description=f"benchmarks:\n{bench_list}\nEach has a --help of its own.",
+        description=f"benchmarks:\n{bench_list}\nEach benchmark has its own --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "bench", choices=tuple(BENCHES), metavar="BENCH", help="one of the benchmarks above"
     )
+    # The other arguments belong to the benchmark, which has a parser of its own.
     run_bench = BENCHES[
         parser.parse_args(["--version"] if "--version" in argv else argv[:1]).bench
     ][0]

@@ -1,4 +1,4 @@
-"""Tables of `bench drafts`, in 80 columns."""
+"""Tables of `bench drafts`."""
 
 from typing import Any
 
@@ -9,13 +9,17 @@ from jaxspec.system.progress import format_number
 
 
 def build_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
-    """The rows as rich prints them, in 80 columns: what drafts are worth in all, and depth by
-    depth."""
+    """Builds the tables of totals and of depths.
+
+    Both fit in 80 columns.
+    """
+    # Two tables with line breaks in titles, since a single one would be too wide.
     totals = _empty_table(
         "drafts", "acceptance\nlength", "tokens\na pass", "round\ncost", "tokens/s", "speed-up"
     )
     by_depth = _empty_table("by depth", "conditional\nrate", "expected\nacceptance", "draft T")
     for row in rows:
+        # Drafts that draw no tokens have no sampling, and plain decoding has no rule.
         labels = row["draft"], row["sampling"] or "-", row["verify"] or "-", str(row["K"])
         numbers = [
             f"{row[name]:.2f}"
@@ -33,7 +37,9 @@ def build_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
 
 
 def _empty_table(name: str, *titles: str) -> Table:
+    # Padding and edges would take columns that the numbers need.
     table = Table(box=box.SIMPLE, title=name, title_justify="left", padding=0, show_edge=False)
+    # A wrapped name would be hard to match with its row.
     table.add_column("draft", no_wrap=True)
     for title in ("sampling", "verify", "K", *titles):
         table.add_column(title, justify="right")

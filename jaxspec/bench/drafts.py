@@ -1,4 +1,4 @@
-"""`bench drafts`: every kind of draft on one policy, as tables and a line of JSON."""
+"""`bench drafts`: comparison of all kinds of draft on one policy."""
 
 import json
 import sys
@@ -45,44 +45,44 @@ from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
 
 ABOUT = """Measures every kind of draft on the policy of a config (its warm start) and its training
-prompts, at its draft_length and temperature, and some with the lengths that each round chooses.
-Drafts are trained on first use, on what the policy answers to its prompts; for comparison one,
-eagle3-generic, is not: --generic FILE trains it on a text (JSON lines or parquet, or a dataset id,
-as for --offline.text; without, the built-in text), --generic FOLDER takes an EAGLE-3 head that is
-ready, published or exported, as it is. --rows N (default 512) answers each. Speed-up is tokens/s
-over those of plain decoding in the same run, both medians of calls in turn.
---synthetic_acceptance A keeps A tokens of a round of 3 drafts on average, and other lengths with
-the same chance of each draft, for kinds that draw drafts: to see what a good draft of that kind
-would be worth. The last line of the output is one JSON object."""
+prompts. Drafts have the config's draft_length and temperature, and some also choose a length in
+each round. Drafts are trained on first use, on the policy's answers to its prompts. For comparison
+eagle3-generic is not: --generic FILE trains it on a text (JSON lines, parquet, or a dataset id, as
+for --offline.text), by default on the built-in text. --generic FOLDER loads a finished EAGLE-3
+head, published or exported. Each draft generates --rows N answers (default 512). The speed-up is
+tokens/s over those of plain decoding in the same run. Both are medians of calls in turn. With
+--synthetic_acceptance A, kinds that draw drafts keep A tokens of a round of 3 drafts on average.
+Other lengths have the same chance of each draft. This shows the value of a good draft of that kind.
+The last line of the output is one JSON object."""
 TUNING_CALLS = 4
-"""Calls, on other prompts, from which the draft temperatures are tuned before anything is
-measured."""
+"""Calls that tune the draft temperatures, on prompts that are not measured."""
 TIMED_CALLS = 5
-"""Timed calls of each row of the table, in turn."""
+"""Timed calls of each row of the table."""
 USED_SETTINGS = f"{DRAFT_SETTINGS} batch.group_size rollout.draft.temperature rollout.lookup."
-"""Settings that this program looks at, beside `SWEPT_SETTINGS`, which it goes through."""
+"""Settings that this program reads. It sets those in `SWEPT_SETTINGS` itself."""
 
 
 @dataclass(kw_only=True)
 class VariantBench:
-    """A variant ready to run, and what it has shown so far."""
+    """A variant with its compiled generation and measurements."""
 
     variant: DraftVariant
     job: Job
     weights: RolloutWeights
     generation: TimedGeneration
     overlap: Float[Array, "K F"]
-    """Of the draft temperatures; see `drafts/draft_temperature.py`."""
+    """Decayed sums of expected acceptance, see `drafts/draft_temperature.py`."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Rollouts that are measured, on the host."""
+    """Measured rollouts, on the host."""
     round_seconds: list[float] = field(default_factory=list)
     token_rates: list[float] = field(default_factory=list)
-    """Tokens a second."""
+    """Tokens per second."""
 
     @property
     def current_weights(self) -> RolloutWeights:
-        """Policy and draft, at the temperatures that are best by now."""
+        """Policy and draft, with the best temperatures so far."""
         drafter = self.weights.drafter
+        # The compiled program accepts only the placement that it was compiled for.
         choice = put_like(
             draft_temperature.choose_factors(self.overlap, self.job.step.generator.settings.grid),
             drafter.factor_index,
@@ -90,19 +90,21 @@ class VariantBench:
         return self.weights.replace(drafter=drafter.replace(factor_index=choice))
 
     def generate(self, prompts: Prompts) -> Rollout:
-        """Answers a batch."""
+        """Generates answers to a batch."""
         return self.generation(self.current_weights, prompts).rollout
 
     def time_batch(self, prompts: Prompts) -> None:
-        """Answers a batch against the clock: tokens a second with its prefill, seconds a round
-        without."""
+        """Times the generation of answers to a batch.
+
+        Tokens per second include the prefill, and seconds per round do not.
+        """
         timing = self.generation(self.current_weights, prompts)
         tokens = float(jnp.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
         self.round_seconds.append(timing.loop_seconds / timing.rounds)
         self.token_rates.append(tokens / timing.seconds)
 
     def update_feedback(self, rollout: Rollout) -> None:
-        """Takes over what a batch says of the draft's temperatures and lengths, as a run does."""
+        """Updates temperatures and length chooser from a batch, as a run does."""
         self.overlap = draft_temperature.update_overlap(self.overlap, rollout.statistics)
         drafter = self.weights.drafter
         if drafter.chooser is not None:
@@ -112,7 +114,7 @@ class VariantBench:
             self.weights = self.weights.replace(drafter=drafter.replace(chooser=chooser))
 
     def table_row(self, baseline: "VariantBench") -> dict[str, Any]:
-        """The row of the table; `baseline` is the one that decodes without a draft."""
+        """Returns the row of the table. `baseline` decodes without a draft."""
         generator = self.job.step.generator
         grid, length = generator.settings.grid, generator.draft_length
         statistics = jax.tree.map(
@@ -122,6 +124,7 @@ class VariantBench:
         tokens = sum(
             int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts
         )
+        # One set of temperatures describes all measured rollouts, since only earlier ones tune it.
         metrics = acceptance_metrics(
             jax.tree.map(jnp.asarray, statistics),
             jnp.asarray(tokens, jnp.int32),
@@ -153,8 +156,11 @@ class VariantBench:
 
 
 def _length_shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Share of the rounds, over rows, that drafted so many tokens; nothing where all draft
-    alike."""
+    """Returns the share of rounds by draft length.
+
+    Empty if the generator has a single length.
+    """
+    # `draft_rounds` counts rounds of at least a length. Shares are differences of these counts.
     rounds = float(statistics.rounds.sum())
     shares_at_least = [
         float(statistics.draft_rounds[:, length - 1].sum()) / rounds if length else 1.0
@@ -169,7 +175,10 @@ def _length_shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str
 def prepare_bench(
     variant: DraftVariant, job: Job, interrupt: Interrupt, policy: Decoder, prompts: Prompts
 ) -> VariantBench:
-    """Draft weights from a folder, from the cache, or trained now, and the compiled calls."""
+    """Prepares a variant.
+
+    Loads the draft from a folder or the cache, or trains it. Compiles generation.
+    """
     step, network = job.step, None
     draft = abstract_arguments(step, job.config.batch.prompts)[0].learner.draft
     if draft is not None:
@@ -198,34 +207,39 @@ def prepare_bench(
 def compare_drafts(
     job: Job, interrupt: Interrupt, rows: int, generic: str = "generic", acceptance: float = 0.0
 ) -> int:
-    """Measures every variant on the same policy and the same training prompts; `rows` answers each,
-    rounded up to whole batches. `generic` is as in `apply_variant`, `acceptance` as in
-    `_with_acceptance`."""
+    """Measures all variants on the same policy and training prompts.
+
+    Each generates `rows` answers, rounded up to whole batches. `generic` is as in `apply_variant`,
+    `acceptance` as in `_with_acceptance`.
+    """
     config = job.config
     require(
         config.offline.steps > 0,
-        "offline.steps is 0: the drafts would have random weights; set --offline.steps 300 or so",
+        "offline.steps is 0, so the drafts would have random weights; set it, for example to"
+        " --offline.steps 300",
     )
     length = config.rollout.draft.draft_length
     remedy = "give --rollout.draft.draft_length 3 or another number"
     require(
         length != "auto",
-        "bench drafts compares drafts of one length with those that choose it, in rows of their"
-        f" own; {remedy}",
+        "rollout.draft.draft_length is auto, but bench drafts compares a fixed length with drafts"
+        f" that choose it; {remedy}",
     )
     path = config.rollout.draft.path
     require(
         not path,
-        "bench drafts trains every kind by itself, and compares them with a head that is ready:"
-        f" give --generic {path} instead of --rollout.draft.path",
+        f"rollout.draft.path is {path}, but bench drafts trains the drafts itself; to compare them"
+        f" with this one, give --generic {path} instead of --rollout.draft.path",
     )
     require(
         jax.process_count() == 1,
-        f"{jax.process_count()} processes: drafts are measured by one alone",
+        f"bench drafts runs in a single process, but {jax.process_count()} were started; start one",
     )
     configs = [apply_variant(variant, config, generic, job.say) for variant in VARIANTS]
+    # Errors of any variant are reported before the first draft is trained, which takes minutes.
     for variant_config in configs:
         check_config(variant_config, job.mesh.size)
+    # Answers are not scored here, so problems need no reference answers.
     sets = load_sets(config, job.tokenizer, require_answers=False)
     jobs = [
         replace(
@@ -262,6 +276,7 @@ def compare_drafts(
         _fill_history(benches, sources, TUNING_CALLS + calls)
         _run_benches(benches, sources, calls)
         _time_benches(benches, sources)
+    # The first variant decodes plainly.
     table = [bench.table_row(benches[0]) for bench in benches]
     answers = calls * config.batch.prompts * config.batch.group_size
     Console().print(*build_tables(table), sep="\n")
@@ -291,7 +306,10 @@ def compare_drafts(
 
 
 def _with_acceptance(step: Step, acceptance: float) -> Step:
-    """The step with as many drafts kept as is prescribed, if it draws drafts; 0: as it is."""
+    """Replaces the step's rule by a synthetic one.
+
+    Does nothing for `acceptance` 0 and for steps that draw no drafts.
+    """
     generator = step.generator
     if not acceptance or uses_matching(generator.draft, generator.settings):
         return step
@@ -299,17 +317,20 @@ def _with_acceptance(step: Step, acceptance: float) -> Step:
 
 
 def _sampling_and_rule(variant: DraftVariant, job: Job) -> tuple[str, str]:
-    """How a variant's tokens are drawn and verified; empty where it does neither."""
+    """Returns how a variant draws and verifies drafts, or empty strings."""
     trainable, has_draft = job.config.rollout.draft.is_learned, job.step.generator.draft is not None
     return variant.sampling if trainable else "", variant.verify if has_draft else ""
 
 
 def _fill_history(benches: list[VariantBench], sources: list[PromptSource], count: int) -> None:
-    """Earlier answers to the prompts of `count` batches: of the same policy by plain decoding,
-    under other noise."""
+    """Stores earlier answers to the prompts of `count` batches.
+
+    The same policy gives them by plain decoding.
+    """
     plain, plain_source = benches[0], sources[0]
     for index in range(count):
         batch = plain_source.place_training(index)
+        # With the noise of the batch itself, the history would hold the answers to come.
         rollout = plain.generate(
             batch.replace(stream=put_like(np.int32(Stream.REMEMBER), batch.stream))
         )
@@ -318,7 +339,7 @@ def _fill_history(benches: list[VariantBench], sources: list[PromptSource], coun
 
 
 def _run_benches(benches: list[VariantBench], sources: list[PromptSource], calls: int) -> None:
-    """Tunes the draft temperatures on the first batches, then generates those that count."""
+    """Tunes the draft temperatures, then generates the measured batches."""
     with Progress("measuring", len(benches) * (TUNING_CALLS + calls)) as progress:
         for number, (bench, source) in enumerate(zip(benches, sources, strict=True)):
             for batch in range(TUNING_CALLS + calls):
@@ -331,8 +352,8 @@ def _run_benches(benches: list[VariantBench], sources: list[PromptSource], calls
 
 
 def _time_benches(benches: list[VariantBench], sources: list[PromptSource]) -> None:
-    """Times the first batch that counts, variant after variant and all over again: what disturbs
-    the machine disturbs all alike."""
+    """Times the first measured batch several times for each variant."""
+    # Variants take turns, so that disturbances of the machine affect all of them.
     with Progress("timing", TIMED_CALLS) as progress:
         for number in range(TIMED_CALLS):
             for bench, source in zip(benches, sources, strict=True):
@@ -349,18 +370,18 @@ def _is_acceptance(text: str) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark with what the command line says."""
+    """Runs the benchmark."""
     command, usage = "python -m jaxspec.bench drafts", "--config NAME.py[:SCALE]"
     rows, argv = take_option(argv, command, "rows", f"N {usage}", "512")
     generic, argv = take_option(argv, command, "generic", f"PATH {usage}", "generic")
     length, argv = take_option(argv, command, "synthetic_acceptance", f"A {usage}", "0")
     problem = ""
     if not rows.isdecimal() or int(rows) < 1:
-        problem = f"--rows is {rows!r}; a number of answers, at least 1"
+        problem = f"--rows is {rows!r}; it must be a whole number of answers, at least 1"
     elif not _is_acceptance(length):
         problem = (
-            f"--synthetic_acceptance is {length!r}; tokens kept of a round of {SYNTHETIC_LENGTH}"
-            f" drafts, from 1 to {SYNTHETIC_LENGTH + 1}, or 0 for those that are really kept"
+            f"--synthetic_acceptance is {length!r}; it must be the tokens kept of a round of"
+            f" {SYNTHETIC_LENGTH} drafts, from 1 to {SYNTHETIC_LENGTH + 1}, or 0 to verify drafts"
         )
     if problem:
         print(f"error: {problem}", file=sys.stderr, flush=True)

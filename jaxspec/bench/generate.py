@@ -1,5 +1,4 @@
-"""`bench generate`: tokens a second of one checkpoint from text to text, and what rounds of a draft
-cost beside plain decode steps."""
+"""`bench generate`: tokens per second and round costs of one checkpoint."""
 
 import contextlib
 import json
@@ -27,37 +26,42 @@ from jaxspec.bench.roofline import decode_work, read_roofline
 from jaxspec.bench.workload import GenerateOptions, LengthSetting
 from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import AUTO_LENGTHS, parse_range
-from jaxspec.host.programs import TimedGeneration, compile_for_generator
+from jaxspec.host.programs import TimedGeneration, compile_answerer
 from jaxspec.processes.devices import describe_machine
 from jaxspec.state import Rollout
 from jaxspec.system.trace import Profiler
 
-ABOUT = """Generates from prompts of random digits: text in and text out, end tokens off, so that
-every answer has --new tokens. Tokens a second are those of whole calls, tokenizing included, after
-two calls to warm up; calls that others on the machine disturbed do not count. With --live a table
-of rounds follows: at each of those numbers of rows, the seconds of a round of each draft length
-over those of a plain decode step. --synthetic_acceptance A keeps A tokens of a round of 3 drafts on
-average whatever the draft says, to see what a good draft would be worth before there is one; such
-tokens follow no distribution. The last line of the output is one JSON object."""
+ABOUT = """Generates from prompts of random digits, from text to text. End tokens are off, so every
+answer has --new tokens. Tokens per second are those of whole calls, tokenizing included. Two calls
+warm up, and calls that other processes disturbed do not count. With --live a table of rounds
+follows. At each of those numbers of rows it has the round cost of each draft length: seconds of a
+round over those of a plain decode step. --synthetic_acceptance A keeps A tokens of a round of 3
+drafts on average, whatever the draft predicts. This shows the value of a good draft before there
+is one, but its tokens follow no distribution. The last line of the output is one JSON object."""
 
 
 def time_whole_calls(
     loaded: LoadedCheckpoint, phases: dict[str, float]
 ) -> tuple[CallTimings, Rollout, float]:
-    """Calls from text to text; also the last rollout and the seconds of compiling."""
+    """Times calls from text to text.
+
+    Returns their times, the last rollout, and the seconds of compiling. `phases` gets the seconds
+    of the last call's phases.
+    """
     options = loaded.options
     texts = loaded.prompt_texts(options.batch)
     draft_length = options.draft_length if options.draft != "none" else 0
     generator = loaded.build_generator(options.batch, draft_length)
-    weights = loaded.sync_weights(generator, loaded.encode_prompts(texts, 0))
+    weights = loaded.load_weights(generator, loaded.encode_prompts(texts, 0))
     start_time = time.perf_counter()
-    program, _ = compile_for_generator(
-        generator, generator.generate, weights, loaded.abstract_prompts(options.batch)
-    )
+    answerer = compile_answerer(generator, weights, loaded.abstract_prompts(options.batch))
     compile_seconds = time.perf_counter() - start_time
     rollouts: list[Rollout] = []
     profiler = Profiler(
-        parse_range("--profile", options.profile), Path("trace-generate.json.gz"), (program,), print
+        parse_range("--profile", options.profile),
+        Path("trace-generate.json.gz"),
+        (answerer,),
+        print,
     )
 
     def answer_prompts(call_index: int) -> None:
@@ -65,7 +69,8 @@ def time_whole_calls(
         prompts = loaded.encode_prompts(texts, call_index)
         timestamps.append(time.perf_counter())
         with profiler.trace_call(call_index):
-            rollout = jax.device_get(program(weights, prompts))
+            # Copying waits for the program, which would otherwise run on after this time.
+            rollout = jax.device_get(answerer(weights, prompts))
         timestamps.append(time.perf_counter())
         rows = zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)
         answers = [tokens[prompt_length:length].tolist() for tokens, prompt_length, length in rows]
@@ -74,8 +79,10 @@ def time_whole_calls(
         assert len(answer_texts) == options.batch, "an answer for each prompt"
         names = ("tokenize", "generate", "detokenize")
         phases.update(zip(names, np.diff(timestamps).tolist(), strict=True))
+        # The record needs the statistics of a single rollout.
         rollouts[:] = [rollout]
 
+    # Fewer calls than the profiled range may follow, and closing writes their trace.
     with contextlib.closing(profiler):
         return (
             time_calls(answer_prompts, options.repeats, options.budget),
@@ -85,8 +92,10 @@ def time_whole_calls(
 
 
 def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
-    """Seconds of rounds of each draft length, and of plain steps, at each number of rows; all in
-    turn, so that noise falls on all alike."""
+    """Times rounds of each draft length, and plain steps.
+
+    Returns a row of the table for each number of rows and each length.
+    """
     options = loaded.options
     auto_lengths = AUTO_LENGTHS if options.draft_length == "auto" else ()
     requested_lengths = (
@@ -94,22 +103,26 @@ def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
         if options.draft != "none"
         else ()
     )
+    # Length 0, the plain step, is the denominator of all round costs.
     lengths: tuple[LengthSetting, ...] = tuple(dict.fromkeys((0, *requested_lengths)))
     rows = []
     for number, live in enumerate(options.live, start=1):
+        # Rows must divide evenly among the shards.
         checkpoint = loaded.with_shards(math.gcd(live, loaded.job.mesh.size))
         texts = checkpoint.prompt_texts(live)
+        # Each repeat has noise of its own, so that token counts average over more answers.
         prompts = [
             checkpoint.encode_prompts(texts, repeat) for repeat in range(options.repeats + 1)
         ]
         generations = {}
         for length in lengths:
             generator = checkpoint.build_generator(live, length)
-            weights = checkpoint.sync_weights(generator, prompts[0])
+            weights = checkpoint.load_weights(generator, prompts[0])
             generations[length] = TimedGeneration(generator, weights, prompts[0]), weights
         measurements: dict[LengthSetting, list[tuple[float, float, float]]] = {
             length: [] for length in lengths
         }
+        # Lengths take turns, so that noise of the machine affects all of them.
         for repeat in range(options.repeats + 1):
             for length, (generation, weights) in generations.items():
                 timing = generation(weights, prompts[repeat])
@@ -120,6 +133,7 @@ def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
                     tokens / passes,
                     tokens / timing.rounds,
                 )
+                # The first repeat warms up.
                 if repeat:
                     measurements[length].append(per_round)
         for length, samples in measurements.items():
@@ -127,7 +141,8 @@ def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
                 float(np.median(np.array(measurements[compared_length])[:, 0]))
                 for compared_length in (length, 0)
             )
-            # chance, not noise: medians would favour one side
+            # Token counts vary by chance, not by noise of the machine, and a median of skewed
+            # counts would be biased.
             tokens_per_pass, tokens_per_round = np.mean(np.array(samples)[:, 1:], axis=0).tolist()
             row = {
                 "live": live,
@@ -160,9 +175,11 @@ def main(argv: Sequence[str]) -> int:
     if rows:
         Console().print(build_rounds_table(rows))
     model, mesh = loaded.job.config.model, loaded.job.mesh
+    # The mean length of a row, over the steps of its answer.
     length, itemsize = options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize
     work = decode_work(model, options.batch, length, itemsize)
     roofline = read_roofline(options.dtype)
+    # Column 0 counts the rounds with at least one draft.
     drafted_rounds = float(np.sum(rollout.statistics.draft_rounds[:, :1]))
     record = {
         **common_fields("generate", options, timings, tokens),

@@ -1,4 +1,4 @@
-"""`bench load`: reading a checkpoint onto the devices as training does."""
+"""`bench load`: time and memory of loading a checkpoint."""
 
 import json
 import time
@@ -21,52 +21,57 @@ from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.preparation.policy import load_with_progress
 from jaxspec.processes.devices import count_devices, describe_machine, prepare_devices
 
-ABOUT = """Reads the weights of a checkpoint straight to their final sharding, as training does, and
-measures seconds and memory. On a CPU the devices' memory is the host's, so that the weights
-themselves are part of what is measured. The last line of the output is one JSON object."""
+ABOUT = """Loads the weights of a checkpoint directly into their final sharding, as training does.
+Measures seconds and memory. On a CPU the devices use the host's memory, so the measured memory
+includes the weights themselves. The last line of the output is one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(CheckedConfig, prefix="--"):
-    """What `bench load` reads, and onto what."""
+    """Options of `bench load`."""
 
     model: str = ""
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
     data: Natural = 0
-    """Shards of the weights; 0: all devices. On a CPU, so many virtual devices are made."""
+    """Shards of the weights. 0 = all devices. On a CPU that many virtual devices are made."""
     tensor: Count = 1
     """Shards of heads, ffn and vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the weights are held."""
+    """Type of the loaded weights."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads a checkpoint onto the devices as training does: seconds, and the most memory that the
-    host needed on the way."""
+    """Loads a checkpoint onto the devices as training does.
+
+    Prints the seconds, and the peak of the host's memory meanwhile.
+    """
     options = override_settings(
         LoadOptions(), argv, "python -m jaxspec.bench load --model DIR", ABOUT
     )
     require_model(options.model, "load")
     require(
         Path("/proc/self/status").exists(),
-        "bench load reads the memory it takes from /proc, which this system lacks",
+        "/proc/self/status does not exist, and bench load reads its use of memory there; run it on"
+        " Linux",
     )
     with translate_settings({"model.path": "--model"}):
         config = load_policy_config(ModelConfig(path=options.model, dtype=options.dtype))
+    # Must precede the first use of a device, which fixes their number. 0 means one per core.
     prepare_devices(options.data * options.tensor)
     requested_devices, device_count = (options.data or 1) * options.tensor, count_devices()
     require(
         requested_devices <= device_count,
         f"--data {options.data} x --tensor {options.tensor} = {requested_devices} devices, but"
-        f" there are {device_count}",
+        f" there are {device_count}; lower one of them",
     )
     divides_evenly = options.data > 0 or device_count % options.tensor == 0
     require(
         divides_evenly,
-        f"--tensor {options.tensor} does not divide {device_count} devices; give one that does, or"
-        " --data to use fewer",
+        f"--tensor {options.tensor} does not divide {device_count} devices; give a number that"
+        " does, or use fewer devices by --data",
     )
     mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
+    # Shapes only: random weights would take the memory that is to be measured.
     shapes = jax.eval_shape(lambda: cast_floats(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.assign_shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
     checkpoint = open_policy_checkpoint(config, jax.tree.map(abstract_leaf, shapes, layout))
@@ -74,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         start_time = time.perf_counter()
         policy = load_with_progress(checkpoint)
         seconds = time.perf_counter() - start_time
+    # Shards are summed instead of leaves: each device holds a copy of a replicated leaf.
     held_bytes = sum(
         shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards
     )

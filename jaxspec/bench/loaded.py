@@ -1,4 +1,4 @@
-"""A checkpoint ready to answer, for the benchmarks that generate with it."""
+"""Checkpoints loaded for generation benchmarks."""
 
 import math
 import random
@@ -39,18 +39,23 @@ from jaxspec.rollout.verify import Distributions, Verdict, count_leading
 from jaxspec.sampling import Noise
 from jaxspec.state import Prompts, RolloutWeights
 from jaxspec.tokens.tokenizer import load_tokenizer
+from jaxspec.transfer import export_weights
 
 CPU_CACHE_BYTES = 2**25
-"""Bytes of weights that the caches of a CPU hold."""
+"""Bytes of weights that fit in the caches of a CPU."""
 
 
 def choose_mesh(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh:
-    """As many data shards as divide the prompts; on a CPU one a core, but a single one for less
-    than two rows a core and weights that no cache holds: every shard reads them all from the one
-    memory, and where nothing else takes long, that is what a step waits for."""
+    """Starts JAX and chooses the mesh of a benchmark.
+
+    The number of data shards divides the prompts, and is at most that of devices. A CPU has at
+    most one device per core.
+    """
     cores = min(options.threads or core_count(), core_count())
     model, prompt_count = config.model, config.batch.prompts
     weight_bytes = decode_work(model, 1, 0.0, jnp.dtype(model.dtype).itemsize).weight_bytes
+    # Every shard reads all weights from the same memory. With few rows and no cache that holds the
+    # weights, a step waits for these reads, so a single shard is faster.
     is_read_bound = weight_bytes > CPU_CACHE_BYTES and options.batch < 2 * cores
     shards = 1 if is_read_bound else math.gcd(prompt_count, cores)
     largest_weight = model.embed * max(model.ffn, model.heads * model.head_size)
@@ -60,9 +65,14 @@ def choose_mesh(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh
 
 
 def synthetic_rule(acceptance_length: float) -> Callable[..., Verdict]:
-    """A rule that keeps `acceptance_length` tokens of a round of `SYNTHETIC_LENGTH` drafts on
-    average, by coins alone, each draft as likely. It reads the distributions as often as
-    `block_rule`."""
+    """Returns a rule that keeps a given mean number of tokens.
+
+    In a round of `SYNTHETIC_LENGTH` drafts it keeps `acceptance_length` tokens on average. Coins
+    alone decide, and each draft has the same chance. The rule reads the distributions as often as
+    `block_rule`.
+    """
+    # Bisection of the chance p, since the mean sum(p**depth) grows with it. 60 halvings go below
+    # the resolution of a float.
     low, high = 0.0, 1.0
     for _ in range(60):
         midpoint = (low + high) / 2
@@ -77,10 +87,11 @@ def synthetic_rule(acceptance_length: float) -> Callable[..., Verdict]:
         coins: Float[Array, "B K"],
         next_noise: Noise,
     ) -> Verdict:
+        # The same reads as in `block_rule`, so that a round costs as much.
         target_at_draft, draft_at_draft = distributions.draft_token_logprobs(draft_tokens)
         log_weights = jnp.minimum(target_at_draft - draft_at_draft, 0)
         residual_mass = distributions.residual_mass(log_weights[:, :-1])
-        # always so, which XLA does not know: it would leave the mass out
+        # Always true, but XLA does not know that. Without a use it would remove the mass.
         possible = jnp.all(residual_mass >= 0, axis=1)
         accepted = jnp.where(
             possible, jnp.minimum(count_leading(coins < accept_probability), draft_counts), 0
@@ -94,21 +105,24 @@ def synthetic_rule(acceptance_length: float) -> Callable[..., Verdict]:
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint ready to answer."""
+    """Policy, draft and prompts of a benchmark."""
 
     job: Job
     policy: Decoder
     network: Any
     options: GenerateOptions
     problems: PromptStream | None
-    """What is asked; None: random digits."""
+    """Problems to answer, or None for random digits."""
     prompt_shapes: dict[int, Prompts]
-    """Of prompts, by their number."""
+    """Cache of `abstract_prompts`, by number of prompts."""
 
     def build_generator(self, rows: int, length: LengthSetting) -> Generator:
-        """That of so many rows, drafting so many tokens a round."""
+        """Builds a generator of `rows` rows that drafts `length` tokens per round.
+
+        Length 0 gives plain decoding.
+        """
         options, config = self.options, self.job.config
-        # every row has the same number of tokens
+        # All answers have the same length, so loops with fewer slots would save little.
         generator = self.job.step.generator.make_variant(prompts=rows, group_size=1, tail=())
         if length == 0:
             return generator.without_draft()
@@ -123,12 +137,16 @@ class LoadedCheckpoint(NamedTuple):
             draft=draft, lengths=draft_lengths(draft_config, generator.mesh), **rule_option
         )
 
-    def sync_weights(self, generator: Generator, prompts: Prompts) -> RolloutWeights:
-        """Policy and draft as a generator reads them, and what it chooses lengths by."""
+    def load_weights(self, generator: Generator, prompts: Prompts) -> RolloutWeights:
+        """Prepares policy and draft for a generator.
+
+        Measures round costs if the generator chooses draft lengths.
+        """
         network = None if generator.draft is None else self.network
 
         def load_all(policy: Decoder, network: Any) -> RolloutWeights:
-            return generator.sync_weights(policy, network, generator.init_state())
+            exported = export_weights(policy, network, generator.dtype)
+            return generator.load(exported, generator.init_state())
 
         weights = jax.jit(load_all)(self.policy, network)
         if weights.drafter.chooser is None:
@@ -138,13 +156,18 @@ class LoadedCheckpoint(NamedTuple):
         return weights.replace(drafter=weights.drafter.replace(chooser=chooser))
 
     def prompt_texts(self, count: int, call: int = 0) -> list[str]:
-        """What a call asks: random digits of its own, or the problems whose turn it is."""
+        """Returns the prompts of a call: random digits, or the next problems."""
+        # Each call has other digits. A draft that learns between calls would otherwise be timed on
+        # answers that it has learned.
         if self.problems is None:
             return random_digits(count, self.options.prompt, self.options.seed + call)
         return [self.problems[call * count + index].prompt for index in range(count)]
 
     def encode_prompts(self, texts: Sequence[str], call: int) -> Prompts:
-        """Texts as token ids, cut to the length of the prompts, on the mesh."""
+        """Tokenizes texts and places them on the mesh.
+
+        Truncates them to the prompt length. `call` numbers the noise.
+        """
         tokenizer, width = self.job.tokenizer, self.options.prompt
         shapes = self.abstract_prompts(len(texts))
         problems = [Problem(text, tuple(tokenizer.encode(text)[:width]), "", 0) for text in texts]
@@ -158,13 +181,13 @@ class LoadedCheckpoint(NamedTuple):
         )
 
     def abstract_prompts(self, rows: int) -> Prompts:
-        """Shapes and shardings of prompts."""
+        """Returns the shapes and shardings of prompts."""
         if rows not in self.prompt_shapes:
             self.prompt_shapes[rows] = abstract_arguments(self.job.step, rows)[2]
         return self.prompt_shapes[rows]
 
     def with_shards(self, shards: int) -> "LoadedCheckpoint":
-        """The loaded model on fewer devices."""
+        """Returns the checkpoint on a mesh of `shards` data shards."""
         mesh = meshes.make_mesh(shards, 1)
         step = self.job.step
         generator, learner = (replace(side, mesh=mesh) for side in (step.generator, step.learner))
@@ -173,11 +196,12 @@ class LoadedCheckpoint(NamedTuple):
         policy, network = jax.device_put(
             (self.policy, self.network), meshes.replicated_sharding(mesh)
         )
+        # The cached shapes have shardings of the old mesh.
         return self._replace(job=job, policy=policy, network=network, prompt_shapes={})
 
 
 def random_digits(count: int, length: int, seed: int) -> list[str]:
-    """Texts of random digits."""
+    """Returns texts of random digits."""
     rng = random.Random(seed)
     return ["".join(rng.choice("0123456789") for _ in range(length)) for _ in range(count)]
 
@@ -187,8 +211,11 @@ def load_checkpoint(
     group: int = 1,
     adapt_config: Callable[[ResolvedConfig], ResolvedConfig] = lambda config: config,
 ) -> LoadedCheckpoint:
-    """Reads problems, policy and draft, for the config that `adapt_config` makes of the options';
-    answers to problems end where the policy ends them, those to random digits do not."""
+    """Loads problems, policy and draft.
+
+    `adapt_config` changes the config that is made from the options. The policy may end its answers
+    to problems, but not those to random digits.
+    """
     config = adapt_config(config_from_options(options, group, print))
     tokenizer, problems = load_tokenizer(config.data.tokenizer), None
     if config.data.path:
@@ -196,10 +223,11 @@ def load_checkpoint(
             problem_set = load_all_problems(config.data, tokenizer)
         if str(problem_set.skipped_lines):
             print(
-                f"--data {config.data.path}: {problem_set.skipped_lines}; {len(problem_set)} to ask"
+                f"--data {config.data.path}: {problem_set.skipped_lines}; {len(problem_set)} remain"
             )
         problems = PromptStream((problem_set,), options.seed)
     mesh = choose_mesh(options, config)
+    # Without stop tokens all answers have the full length, and calls have equal work.
     step = build_step(config, mesh, tokenizer.stop_ids if problems else (), tokenizer.size)
     shapes, layout = jax.eval_shape(step.init_policy), step.learner.train_layout
     abstract_policy = jax.tree.map(abstract_leaf, shapes, layout(shapes))
@@ -211,6 +239,7 @@ def load_checkpoint(
         if options.draft_path:
             network = read_draft(config, abstract_draft)
         else:
+            # Compiled, so that the random weights appear in their final sharding.
             network = jax.jit(
                 lambda: build_network(config.draft_spec, key), out_shardings=layout(draft_shapes)
             )()
@@ -219,8 +248,11 @@ def load_checkpoint(
 
 
 def fixed_text_logprob(loaded: LoadedCheckpoint) -> float:
-    """Summed log-probability of one fixed text's tokens but the first: the same in every program
-    that reads the checkpoint rightly."""
+    """Returns the log-probability of a fixed text.
+
+    It is the sum over all tokens but the first. All programs that read the checkpoint correctly
+    get the same number.
+    """
     ids = jnp.asarray([loaded.job.tokenizer.encode(random_digits(1, 64, 1234)[0])], jnp.int32)
 
     def sum_logprobs(policy: Decoder) -> Float[Array, ""]:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: memory, and calls against the clock."""
+"""Measurements that all benchmarks share: memory and timed calls."""
 
 import importlib.metadata
 import os
@@ -20,26 +20,32 @@ from jaxspec.processes.devices import core_count
 from jaxspec.system.version import package_version
 
 Budget = Annotated[float, Range(min=0)]
-"""Seconds after which disturbed calls are no longer made up for."""
+"""Seconds after which disturbed calls are no longer repeated."""
 
 
 def require_model(model: str, bench: str) -> None:
-    """Whether a benchmark of a checkpoint was given one; its options have none by default."""
+    """Checks that a checkpoint is given.
+
+    Raises:
+      ConfigError: `model` is empty, as it is by default.
+    """
     require(
         bool(model),
-        f"no --model: give the folder of a checkpoint; see python -m jaxspec.bench {bench} --help",
+        f"no --model; give the folder of a checkpoint, see python -m jaxspec.bench {bench} --help",
     )
 
 
 def package_versions() -> dict[str, str]:
-    """What it ran with."""
+    """Returns the versions that affect measurements."""
     installed = {name: importlib.metadata.version(name) for name in ("jax", "flax")}
     return {"python": platform.python_version(), "jaxspec": package_version()} | installed
 
 
 class PeakMemory:
-    """The most anonymous memory of this process above what it had at the start, in bytes; looked at
-    every few milliseconds."""
+    """Peak of this process's anonymous memory, in bytes.
+
+    It is sampled every 5 ms, and counted from the amount on entry.
+    """
 
     def __enter__(self) -> "PeakMemory":
         self._baseline = self.peak = self._read_anonymous()
@@ -51,6 +57,7 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._stop_event.set()
         self._thread.join()
+        # Memory may have grown since the last sample.
         self.peak = max(self.peak, self._read_anonymous()) - self._baseline
 
     def _track_peak(self) -> None:
@@ -59,49 +66,51 @@ class PeakMemory:
 
     @staticmethod
     def _read_anonymous() -> int:
-        """Anonymous pages that are in memory; those of mapped files are not among them."""
+        """Reads the size of anonymous pages in memory."""
+        # Pages of a mapped checkpoint do not count, since the system can drop them at any time.
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return 1024 * int(re.findall(r"RssAnon:\s*(\d+) kB", status)[0])
 
 
 class TimedCall(NamedTuple):
-    """One call against the clock."""
+    """Time of one call."""
 
     seconds: float
     cpu_seconds: float
-    """Of this process."""
+    """CPU time of this process."""
     other_cores: float
-    """Cores that everybody else used meanwhile."""
+    """Mean number of cores that other processes used meanwhile."""
 
 
 QUIET_CORES = 0.25
-"""Cores that others may use while a call counts as undisturbed."""
+"""Cores that other processes may use during an undisturbed call."""
+# The system counts the CPU time of other processes in hundredths of a second, which is too coarse
+# for short calls.
 MIN_BLOCK_SECONDS = 0.25
-"""Seconds below which several calls are timed as one: the system counts what others use in steps of
-a hundredth."""
+"""Minimum seconds of a timed block. Shorter calls are timed several at a time."""
 
 
 class CallTimings(NamedTuple):
-    """Calls of one function, of which the quiet ones count."""
+    """Times of one function's calls."""
 
     first_seconds: float
-    """Seconds of the first call, which compiles."""
+    """Seconds of the first call, with compilation."""
     calls: list[TimedCall]
 
     @property
     def quiet_seconds(self) -> list[float]:
-        """Seconds of the calls that nobody disturbed."""
+        """Seconds of the undisturbed calls."""
         return [call.seconds for call in self.calls if call.other_cores < QUIET_CORES]
 
     @property
     def is_noisy(self) -> bool:
-        """Whether too few calls were quiet."""
+        """Whether too few calls were undisturbed."""
         return len(self.quiet_seconds) < min(3, len(self.calls))
 
     @property
     def seconds(self) -> float:
-        """The median of the quiet calls; where there are too few, the best call: what disturbs only
-        slows down."""
+        """Median over undisturbed calls. If there are too few, the fastest call."""
+        # Disturbances only slow a call down, so the fastest is the least wrong.
         return (
             min(call.seconds for call in self.calls)
             if self.is_noisy
@@ -110,13 +119,18 @@ class CallTimings(NamedTuple):
 
 
 def time_calls(function: Callable[[int], Any], repeats: int, budget: float) -> CallTimings:
-    """Calls a function with 0, 1, 2, ...: twice to warm up, then until `repeats` calls were quiet
-    or `budget` seconds have passed."""
+    """Times calls of a function.
+
+    The calls get 0, 1, 2, ... Two calls warm up. Then `repeats` calls are timed. After that,
+    disturbed calls are repeated until `repeats` calls were undisturbed or `budget` seconds have
+    passed.
+    """
     start_time = time.perf_counter()
     function(0)
     first_seconds = time.perf_counter() - start_time
     start_time, call_index = time.perf_counter(), 2
     function(1)
+    # The first call compiles, so the second one tells how long a call takes.
     calls_per_block = max(1, round(MIN_BLOCK_SECONDS / max(time.perf_counter() - start_time, 1e-6)))
     timings, deadline = CallTimings(first_seconds, []), time.perf_counter() + budget
     while len(timings.calls) < repeats or (
@@ -127,6 +141,8 @@ def time_calls(function: Callable[[int], Any], repeats: int, budget: float) -> C
             function(call_index)
             call_index += 1
         wall_time, cpu_time = time.perf_counter() - start_time, time.process_time() - cpu_time
+        # CPU time of other processes is that of all minus that of this one. The counters have
+        # different resolutions, so the difference can be negative.
         timings.calls.append(
             TimedCall(
                 wall_time / calls_per_block,
@@ -138,20 +154,30 @@ def time_calls(function: Callable[[int], Any], repeats: int, budget: float) -> C
 
 
 def _busy_seconds() -> float:
-    """Seconds that all cores have worked since the machine started; 0 where the system does not
-    say."""
+    """Returns the CPU seconds of all cores since the machine started.
+
+    Returns 0 on systems without `/proc/stat`.
+    """
     file = Path("/proc/stat")
     if not file.exists():
         return 0.0
     ticks = [int(word) for word in file.read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
+    # Fields 3 and 4 are idle and waiting for input or output. The guest fields after the eighth
+    # are counted in the first two already.
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def process_age_seconds() -> float:
-    """Seconds since this process started; 0 where the system does not say."""
+    """Returns the seconds since this process started.
+
+    Returns 0 on systems without `/proc/self/stat`.
+    """
+    # Imports take seconds, and no clock of this program can start before them.
     file = Path("/proc/self/stat")
     if not file.exists():
         return 0.0
+    # The command name in parentheses may have spaces, so fields are counted after it. Start time is
+    # field 22 of the line, in clock ticks since boot.
     start_seconds = int(
         file.read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     ) / os.sysconf("SC_CLK_TCK")
@@ -159,13 +185,14 @@ def process_age_seconds() -> float:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory this process has held, in bytes."""
+    """Returns the peak resident memory of this process, in bytes."""
+    # Linux reports KiB.
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @runtime_checkable
 class Workload(Protocol):
-    """What is said of a measurement on a checkpoint."""
+    """Options that describe a measurement on a checkpoint."""
 
     @property
     def model(self) -> str: ...
@@ -184,7 +211,10 @@ class Workload(Protocol):
 def common_fields(
     kind: str, workload: Workload, timings: CallTimings, tokens: int
 ) -> dict[str, Any]:
-    """What every line about a checkpoint says, whose calls make so many tokens each."""
+    """Returns the fields that all records about a checkpoint have.
+
+    `tokens` is the number of tokens per call.
+    """
     return {
         "peer": f"jaxspec/{'plain' if workload.draft == 'none' else workload.draft}",
         "kind": kind,
@@ -216,11 +246,15 @@ _ROUND_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens_per_s": ("tokens/s", lambda rate: f"{rate:,.0f}"),
     "speedup": ("speed-up", lambda times: f"{times:.2f}"),
 }
-"""Columns of a table of rounds, by what its rows call them."""
+"""Heading and format of each column of a table of rounds, by field of its rows."""
 
 
 def build_rounds_table(rows: Sequence[Mapping[str, Any]], title: str = "rounds") -> Table:
-    """Rounds beside plain decode steps, as rich prints them; only columns that any row has."""
+    """Builds a table of rounds and plain decode steps.
+
+    Columns without any value are left out.
+    """
+    # Several benchmarks share the columns, and each has values for some of them.
     table = Table(box=box.SIMPLE, title=title, title_justify="left", padding=0, show_edge=False)
     columns = {
         name: column

@@ -1,4 +1,4 @@
-"""`bench roofline`: what this machine can do at best, and how far that is used."""
+"""`bench roofline`: bandwidth and peak operations per second of this machine."""
 
 import json
 import re
@@ -26,49 +26,57 @@ from jaxspec.system.files import write_text_atomic
 from jaxspec.system.progress import Screen
 from jaxspec.system.terminal import print_line
 
-ABOUT = """Measures what bounds generation on this machine: bytes read a second, by the size of what
-is read again and again (caches are faster than memory), and floating-point operations a second of
-large products. The result is kept for the other benchmarks. The last line of the output is one JSON
-object."""
+ABOUT = """Measures the limits of generation on this machine. These are bytes read per second, by
+size of an array that is read repeatedly (caches are faster than memory), and floating-point
+operations per second of large matrix products. The result is saved for the other benchmarks. The
+last line of the output is one JSON object."""
 SIZES_MIB = (1, 3, 16, 96, 512)
-"""What is read again and again."""
+"""Sizes of the arrays that are read repeatedly."""
 
 
 class Roofline(NamedTuple):
-    """What a machine can do."""
+    """Peak rates of a machine."""
 
     bytes_per_s: dict[int, float]
-    """By MiB that are read again and again."""
+    """Bytes read per second, by MiB of an array that is read repeatedly."""
     flops_per_s: float
 
     def bandwidth_at(self, size: int) -> float:
-        """Bytes a second where `size` bytes are read again and again: of the nearest size that was
-        measured."""
+        """Returns the bandwidth of repeated reads of `size` bytes.
+
+        It is that of the nearest measured size.
+        """
         return self.bytes_per_s[min(self.bytes_per_s, key=lambda mib: abs(mib - size / 2**20))]
 
     def min_seconds(self, work: "DecodeWork") -> float:
-        """Seconds that a step takes at least."""
+        """Returns the minimum seconds of a step."""
+        # Weights are read in each step, so their size tells which cache can hold them.
         return max(
             work.read_bytes / self.bandwidth_at(work.weight_bytes), work.flops / self.flops_per_s
         )
 
 
 class DecodeWork(NamedTuple):
-    """What one plain decode step of some rows must do."""
+    """Minimum work of a plain decode step."""
 
     weight_bytes: int
-    """Bytes that every step reads."""
+    """Bytes of weights that a step reads."""
     read_bytes: float
-    """Bytes that every step reads, keys and values included."""
+    """Bytes that a step reads, keys and values included."""
     flops: float
 
 
 def decode_work(model: ModelSpec, rows: int, length: float, itemsize: int) -> DecodeWork:
-    """A step of `rows` with `length` tokens before them, where a number takes `itemsize` bytes."""
+    """Computes the work of a step of `rows`.
+
+    Each row has `length` tokens before it. A number takes `itemsize` bytes.
+    """
     family, query_size = model.family, model.heads * model.head_size
     kv_size = model.kv_heads * model.head_size
     ffn_weights = 3 * model.embed * model.ffn
     routed_experts = family.experts_per_token if family.experts else 1
+    # At most, since rows may share experts. A step reads each touched expert once, but computes
+    # those of every token.
     touched_experts = min(family.experts, rows * routed_experts) if family.experts else 1
     attention_weights = 2 * model.embed * (query_size + kv_size)
     read_weights = (
@@ -80,6 +88,8 @@ def decode_work(model: ModelSpec, rows: int, length: float, itemsize: int) -> De
         + model.vocab * model.embed
     )
     cached_values = rows * model.layers * 2 * kv_size * (length + 1)
+    # Of the embedding each row reads one vector only. Each weight takes a multiplication and an
+    # addition per row.
     return DecodeWork(
         itemsize * read_weights,
         itemsize * (read_weights + cached_values + rows * model.embed),
@@ -88,7 +98,8 @@ def decode_work(model: ModelSpec, rows: int, length: float, itemsize: int) -> De
 
 
 def _fastest_seconds(function: Callable[[], Any], seconds: float = 0.4) -> float:
-    """Seconds of the fastest of several calls: whatever disturbs one only slows it down."""
+    """Returns the seconds of the fastest of several calls."""
+    # Disturbances only slow a call down. The first call compiles and is not counted.
     function()
     timings, deadline = [], time.perf_counter() + seconds
     while len(timings) < 3 or time.perf_counter() < deadline:
@@ -99,7 +110,9 @@ def _fastest_seconds(function: Callable[[], Any], seconds: float = 0.4) -> float
 
 
 def _threaded_read_rate(mib: int, threads: int) -> float:
+    # NumPy releases the GIL in reductions, so the threads read at the same time.
     chunks = [np.ones(mib * 2**18 // threads, np.float32) for _ in range(threads)]
+    # Small arrays are read several times, because starting the threads takes time too.
     repeats = max(1, 64 // mib)
 
     def read_chunk(chunk: np.ndarray) -> None:
@@ -111,21 +124,28 @@ def _threaded_read_rate(mib: int, threads: int) -> float:
 
 
 def read_rate(mib: int) -> float:
-    """Bytes a second that a device reads, of so many MiB."""
+    """Measures bytes per second that a device reads.
+
+    The array has `mib` MiB.
+    """
     array = jnp.ones((mib * 2**18,), jnp.float32)
     sum_array = jax.jit(jnp.sum)
     return mib * 2**20 / _fastest_seconds(lambda: sum_array(array).block_until_ready())
 
 
 def copy_rate(mib: int) -> float:
-    """Bytes a second that a device reads and writes, copying so many MiB."""
+    """Measures bytes per second of a copy on a device.
+
+    Reads and writes both count. The array has `mib` MiB.
+    """
     array = jnp.ones((mib * 2**18,), jnp.float32)
+    # A compiled identity would return its argument without a copy.
     copy_array = jax.jit(lambda array: array + 1)
     return 2 * mib * 2**20 / _fastest_seconds(lambda: copy_array(array).block_until_ready())
 
 
 def product_rate(dtype: Any) -> float:
-    """Floating-point operations a second of large products."""
+    """Measures floating-point operations per second of large products."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     matrix = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
@@ -139,8 +159,10 @@ def _roofline_file(dtype: str) -> Path:
 
 
 def read_roofline(dtype: str) -> Roofline | None:
-    """What this machine has shown before; None where nothing is kept of it, or, with a word, where
-    that is damaged."""
+    """Reads the saved roofline of this machine.
+
+    Returns None if there is none. If the file is damaged, prints a warning and returns None.
+    """
     file = _roofline_file(dtype)
     if not file.exists():
         return None
@@ -152,25 +174,29 @@ def read_roofline(dtype: str) -> Roofline | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as reason:
         print_line(
-            f"warning: {file} is damaged ({first_line(reason)}) and is not used; `python -m"
-            " jaxspec.bench roofline` makes it anew"
+            f"warning: {file} is damaged ({first_line(reason)}) and is not used; to replace it, run"
+            " python -m jaxspec.bench roofline"
         )
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineOptions(CheckedConfig, prefix="--"):
-    """What `bench roofline` measures with."""
+    """Options of `bench roofline`."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the products."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures for some seconds, and keeps the best that was ever seen of each number."""
+    """Measures for some seconds and saves the results.
+
+    The file keeps the maximum of each number over all calls.
+    """
     options = override_settings(RooflineOptions(), argv, "python -m jaxspec.bench roofline", ABOUT)
     prepare_devices(1)
-    count_devices()  # says it where there is none
+    count_devices()  # refuses with one line if there is no device
+    # A single core cannot use all of a CPU's bandwidth, so one thread per core reads.
     on_cpu = jax.default_backend() == "cpu"
     read_rates = {
         mib: _threaded_read_rate(mib, core_count()) if on_cpu else read_rate(mib)
@@ -178,6 +204,7 @@ def main(argv: Sequence[str]) -> int:
     }
     current = Roofline(read_rates, product_rate(jnp.dtype(options.dtype)))
     previous = read_roofline(options.dtype) or current
+    # Load on the machine can only lower a rate, so the maximum is nearest to its limit.
     best_rates = {
         mib: max(rate, previous.bytes_per_s.get(mib, 0))
         for mib, rate in current.bytes_per_s.items()

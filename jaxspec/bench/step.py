@@ -1,5 +1,4 @@
-"""One GRPO step of a checkpoint: generate, score, learn, as one program; and the seconds of its
-phases."""
+"""`bench step`: times of a GRPO step of one checkpoint."""
 
 import contextlib
 import dataclasses
@@ -37,20 +36,20 @@ from jaxspec.step import Step
 from jaxspec.system.progress import Screen
 from jaxspec.system.trace import Profiler
 
-ABOUT = """Answers prompts of random digits in groups, end tokens off, or problems of your own
-(--data), rewards the share of digits in each answer, and updates all weights with AdamW, once a
-step; with --draft also the draft. Seconds are those of whole steps as one program, after two to
-warm up; steps that others on the machine disturbed do not count. The phases are those of the same
-step compiled phase by phase; `logprob pass` is a forward pass over the rollout, which a step with
-one update does not need for its old logprobs; with --beta, `train` has one for the reference
-policy. With --draft the same step by plain decoding is measured as well. The last line of the
-output is one JSON object."""
+ABOUT = """Measures a GRPO step. A step answers prompts in groups, rewards the share of digits in
+each answer, and updates all weights with AdamW once, with --draft also those of the draft. Prompts
+are random digits with end tokens off, or your own problems (--data). Seconds are those of whole
+steps as one program. Two steps warm up, and steps that other processes disturbed do not count. The
+phases are those of the same step compiled phase by phase. `logprob pass` is a forward pass over
+the rollout, which a step with a single update does not need for its old logprobs. With --beta,
+`train` includes one for the reference policy. With --draft the same step is measured with plain
+decoding too. The last line of the output is one JSON object."""
 PHASES = ("data", "prepare", "generate", "score", "train")
-"""Of a step, in their order."""
+"""Phases of a step, in order."""
 
 
 class Stepper:
-    """Steps one after the other, each from the weights that the one before it left."""
+    """A sequence of training steps with their measurements."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class Stepper:
         runner: StepSchedule,
         profiled_calls: range = range(0),
     ) -> None:
-        """Traces the calls of `profiled_calls`."""
+        """Prepares the first step, and a trace of the calls in `profiled_calls`."""
         self._prompt_count = loaded.job.config.batch.prompts
         self._loaded, self._runner = loaded, runner
         self.profiler = Profiler(
@@ -67,7 +66,7 @@ class Stepper:
         )
         self._template = abstract_arguments(step, self._prompt_count)[1]
         self.finished = put_like(step.empty_scored_rollout(loaded.options.batch), self._template)
-        # Whoever steps gives its state away, and another one may still want these weights.
+        # A step donates its state, and the next stepper starts from the same weights.
         network = loaded.network if step.generator.draft else None
         weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, network))
         state = jax.jit(
@@ -75,24 +74,24 @@ class Stepper:
         )(*weights)
         self.state, self._step = add_length_chooser(step, state, self.encode_prompts(0)), step
         self.phase_seconds: list[dict[str, float]] = []
-        """Of the phases, where the runner measures them, and of scoring."""
+        """Seconds of each phase that the runner measures, and of data and scoring, by call."""
         self.read_lengths: list[np.ndarray] = []
-        """Positions of each row that its learning reads, by call."""
+        """Positions of each row that learning reads, by call."""
         self.new_tokens: list[int] = []
         """New tokens, by call."""
         self.rollout_metrics: list[dict[str, float]] = []
-        """What each rollout was like."""
+        """Metrics of each rollout."""
         self.learner_metrics: dict[str, float] = {}
-        """What the last learning was like."""
+        """Metrics of the last learning."""
 
     def encode_prompts(self, call_index: int) -> Prompts:
-        """The prompts of a call."""
+        """Encodes the prompts of a call."""
         return self._loaded.encode_prompts(
             self._loaded.prompt_texts(self._prompt_count, call_index), call_index
         )
 
     def __call__(self, call_index: int) -> None:
-        """Learns from the rollout of the call before, generates the next, and scores it."""
+        """Learns from the previous rollout, then generates and scores the next."""
         start_time = time.perf_counter()
         prompts = self.encode_prompts(call_index)
         data_seconds = {"time/data": time.perf_counter() - start_time}
@@ -102,6 +101,8 @@ class Stepper:
         start_time = time.perf_counter()
         rewards = put_like(self._score_digits(result.rollout), self._template.rewards)
         lengths = np.asarray(result.rollout.lengths)
+        # As in a run, rows that failed are not learned from. The last token of a text is only a
+        # target, so learning reads all positions but that one.
         is_complete = np.isin(np.asarray(result.rollout.status), (EOS, LENGTH))
         read_lengths = np.where(is_complete, lengths - 1, 0).astype(np.int32)
         plan = self._step.plan_batch(read_lengths)
@@ -124,7 +125,7 @@ class Stepper:
         self.new_tokens.append(int(np.sum(lengths - np.asarray(result.rollout.prompt_lengths))))
 
     def _score_digits(self, rollout: Rollout) -> np.ndarray:
-        """The share of digits in each answer's text."""
+        """Computes the share of digits in each answer's text."""
         tokens, prompt_lengths, lengths = (
             np.asarray(leaf) for leaf in (rollout.tokens, rollout.prompt_lengths, rollout.lengths)
         )
@@ -139,8 +140,11 @@ class Stepper:
 def time_phases(
     loaded: LoadedCheckpoint, step: Step, repeats: int
 ) -> tuple[Stepper, StepSchedule, dict[str, float]]:
-    """Steps phase by phase, and the median seconds of each phase after the two steps that warm
-    up."""
+    """Times the phases of steps.
+
+    Returns the stepper, the compiled phases, and the median seconds of each phase. Two steps warm
+    up and do not count.
+    """
     runner = compile_staged_schedule(step, loaded.job.config.batch.prompts)
     stepper = Stepper(loaded, step, runner)
     for call_index in range(2 + repeats):
@@ -153,20 +157,24 @@ def time_phases(
 
 
 def mean_acceptance_length(stepper: Stepper) -> float:
-    """Mean tokens kept a round that had a draft, over the rollouts after the two that warm up."""
+    """Returns the mean number of tokens kept in rounds with a draft."""
+    # The first two rollouts warm up.
     return float(
         np.mean([metrics["rollout/acceptance_length"] for metrics in stepper.rollout_metrics[2:]])
     )
 
 
 def generation_share(phases: dict[str, float]) -> float:
-    """Of the seconds of all phases."""
+    """Returns generation's share of the seconds of all phases."""
     return phases["generate"] / sum(phases.values())
 
 
 def time_logprob_pass(stepper: Stepper, step: Step, repeats: int) -> float:
-    """Median seconds of a forward pass over the last rollout, which others make to have the old
-    logprobs and jaxspec does not."""
+    """Times a forward pass over the last rollout.
+
+    Other trainers make this pass for the old logprobs, and jaxspec does not. Returns the median
+    seconds.
+    """
 
     def forward(state: TrainState, finished: ScoredRollout) -> Any:
         return step.learner.evaluate_policy(
@@ -179,14 +187,21 @@ def time_logprob_pass(stepper: Stepper, step: Step, repeats: int) -> float:
         start_time = time.perf_counter()
         jax.block_until_ready(program(stepper.state, stepper.finished))
         pass_seconds.append(time.perf_counter() - start_time)
+    # The first pass warms up.
     return float(np.median(pass_seconds[1:]))
 
 
 def learning_flops(model: ModelSpec, read_lengths: np.ndarray) -> float:
-    """Floating-point operations of a forward and a backward pass over rows of so many positions,
-    head and causal attention included."""
-    token_flops = decode_work(model, 1, 0.0, 4).flops  # a position that attends to itself alone
+    """Computes the operations of learning.
+
+    These are floating-point operations of a forward and a backward pass over rows of
+    `read_lengths` positions. Output head and causal attention are included.
+    """
+    # A length of 0 leaves out attention to other positions.
+    token_flops = decode_work(model, 1, 0.0, 4).flops
+    # Under the causal mask a position attends to half of the others on average.
     attention_flops = 4 * model.layers * model.heads * model.head_size * (read_lengths - 1) / 2
+    # A backward pass has twice the operations of a forward pass.
     return float(np.sum(3 * read_lengths * (token_flops + attention_flops)))
 
 
@@ -197,8 +212,11 @@ def measure_speculation(
     timings: CallTimings,
     logprob_seconds: float,
 ) -> dict[str, float]:
-    """The same step by plain decoding, and what speculation is worth: of generation, of the step,
-    and of a step with a logprob pass; and what its rounds cost, both ways."""
+    """Measures the step with plain decoding, and the speed-ups of speculation.
+
+    These are the speed-ups of generation, of the step, and of a step with a logprob pass. The round
+    cost is measured by rounds, and computed from acceptance length and speed-up.
+    """
     step = loaded.job.step
     plain_step = dataclasses.replace(
         step, generator=step.generator.without_draft(), init_draft=lambda: None
@@ -209,7 +227,7 @@ def measure_speculation(
         loaded, plain_step, compile_fused_schedule(plain_step, loaded.job.config.batch.prompts)
     )
     plain_timings = time_calls(plain_stepper, options.repeats, options.budget)
-    # which the draft has learnt nothing of
+    # Prompts that no step has used, so that the draft has not learned their answers.
     comparison = compare_decoding(
         step, stepper.state, stepper.encode_prompts(len(stepper.phase_seconds))
     )
@@ -241,6 +259,7 @@ def main(argv: Sequence[str]) -> int:
     fixed_logprob = fixed_text_logprob(loaded)
     startup_seconds["load"] = time.perf_counter() - start_time
     start_time = time.perf_counter()
+    # One program is what a run has by default, so whole steps are timed with it.
     stepper = Stepper(
         loaded,
         step,
@@ -259,14 +278,15 @@ def main(argv: Sequence[str]) -> int:
     )
     step_flops = [
         learning_flops(loaded.job.config.model, read_lengths)
+        # Call i learns from the rollout of call i - 1, and calls 2 and later are timed.
         for read_lengths in phased_stepper.read_lengths[1:-1]
     ]
     mean_flops, roofline = np.mean(step_flops), read_roofline(options.dtype)
-    # the work is the policy's; the seconds are a draft's too
+    # Operations are counted for the policy only, but the seconds of `train` include a draft's.
     flops_per_second = None if step.learner.draft_objective else mean_flops / phase_seconds["train"]
     memory = runner.programs["train"].memory_analysis()
     beta = loaded.job.config.kl.beta
-    # the reference is read by such a pass, which is part of learning
+    # The reference policy takes such a pass too, as a part of learning.
     reference_seconds = logprob_seconds if beta else 0.0
     record = {
         **common_fields("grpo_step", options, timings, round(np.mean(stepper.new_tokens[2:]))),
@@ -300,7 +320,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _step_table(record: dict[str, Any]) -> Table:
-    """What a step takes, for rich to print."""
+    """Builds the table of a step."""
     table = Table(
         box=box.SIMPLE,
         show_header=False,

@@ -1,4 +1,4 @@
-"""The rows of `bench drafts`: which drafts are compared, and on what each of them was trained."""
+"""Draft variants that `bench drafts` compares."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +15,14 @@ SWEPT_SETTINGS = (
     "rollout.verify",
     "rollout.lookup.beside",
 )
-"""What the rows of the table set."""
+"""Settings that the variants set."""
 
 
 class DraftVariant(NamedTuple):
-    """A row of the table: the config's draft settings with these in their place."""
+    """Changes to the config's draft settings.
+
+    Each variant is a row of the table.
+    """
 
     name: str
     kind: DraftKind
@@ -27,11 +30,12 @@ class DraftVariant(NamedTuple):
     verify: VerifyRule = "block"
     lookup: LookupKind = "none"
     is_generic: bool = False
-    """Trained on text that the policy did not write, or loaded: what `--generic` says."""
+    """Whether `--generic` says its origin: a text that the policy did not write, or a folder."""
     chooses_length: bool = False
-    """Each round chooses its draft length, instead of the config's."""
+    """Whether each round chooses the draft length, instead of the config."""
 
 
+# Plain decoding comes first: it is the baseline of round costs and speed-ups.
 VARIANTS = (
     DraftVariant("none", "none"),
     DraftVariant("eagle3", "eagle3", "argmax"),
@@ -57,18 +61,22 @@ def apply_variant(
     generic: str = "generic",
     log: Callable[[str], Any] = print,
 ) -> ResolvedConfig:
-    """The config with a variant's draft, which keeps what both know: K, temperature, ffn, layers,
-    lookup rules.
+    """Returns the config with a variant's draft.
 
-    `generic` is the text that a generic draft is trained on, as in `offline.text`, or the folder of
-    one that is ready, whose own files say its sizes, and whose reading `log` is told of.
-    Raises `ConfigError` where that folder holds no such draft.
+    The draft keeps the config's settings that its kind has: K, temperature, ffn, layers, lookup
+    rules. `generic` is the text that a generic draft is trained on, as in `offline.text`, or the
+    folder of a finished draft. The sizes of a finished draft come from its own files. `log` prints
+    a line about them.
+
+    Raises:
+      ConfigError: the folder holds no such draft.
     """
     draft = config.rollout.draft
     draft = replace(
         draft,
         kind=variant.kind,
         sampling=variant.sampling,
+        # The draft of the config may have a vocabulary of its own, which not all kinds can have.
         vocab=draft.vocab if "rollout.draft.vocab" in get_kind(variant.kind).settings else 0,
     )
     draft = replace(draft, draft_length="auto") if variant.chooses_length else draft
@@ -78,6 +86,7 @@ def apply_variant(
         return replace(config, rollout=rollout)
     if Path(generic).expanduser().is_dir():
         rollout = replace(rollout, draft=replace(draft, path=generic))
+        # A finished draft is not trained.
         offline = replace(config.offline, steps=0)
         return resolve_config(replace(config, rollout=rollout, offline=offline), log)
     return replace(config, rollout=rollout, offline=replace(config.offline, text=generic))

@@ -1,4 +1,4 @@
-"""What `bench generate` and `bench step` run: their options, as the config of a run."""
+"""Options of `bench generate` and `bench step`, and their configs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,22 +33,22 @@ from jaxspec.inputs.spec import Count, ModelConfig, Natural
 from jaxspec.processes.devices import core_count
 
 LEARNING_RATE = 1e-6
-"""Of steps that learn; too low to change what is measured."""
+"""Learning rate of measured steps, too low to affect the measurements."""
 GroupSize = Annotated[int, Range(min=2, remedy="a group advantage needs two answers")]
 LengthSetting = DraftLength | Literal["auto"]
 PromptLength = Annotated[int, Range(min=2)]
 SYNTHETIC_LENGTH = 3
-"""Drafts of the round that `synthetic_acceptance` speaks of."""
+"""Drafts per round to which `synthetic_acceptance` refers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(CheckedConfig, prefix="--"):
-    """What `bench generate` runs."""
+    """Options of `bench generate`."""
 
     model: str = ""
     """Folder of a Hugging Face checkpoint, or its id on the hub."""
     batch: Count = 8
-    """Rows."""
+    """Number of rows."""
     prompt: PromptLength = 64
     """Tokens of each prompt."""
     new: Count = 128
@@ -58,55 +58,56 @@ class GenerateOptions(CheckedConfig, prefix="--"):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, keys and values."""
     draft: DraftKind = "none"
-    """What proposes tokens."""
+    """Kind of draft."""
     draft_path: str = ""
-    """Folder of a trained draft; empty: random weights, which nothing is accepted of."""
+    """Folder of a trained draft. Empty: random weights, of which almost nothing is accepted."""
     draft_length: LengthSetting = 3
-    """Tokens drafted a round (K); `auto`: each round chooses."""
+    """Tokens drafted per round (K). `auto`: each round chooses."""
     draft_vocab: Natural = 0
-    """EAGLE-3 with random weights: size of the draft's own vocabulary; 0: the policy's."""
+    """EAGLE-3 with random weights: size of the draft's own vocabulary. 0 = the policy's."""
     verify: VerifyRule = "block"
-    """Lossless rule."""
+    """Lossless verification rule."""
     synthetic_acceptance: Annotated[float, Range(min=1, max=SYNTHETIC_LENGTH + 1, or_zero=True)] = (
         0.0
     )
-    """Tokens that a round of 3 drafts keeps on average, whatever the draft says; 0: what is really
-    accepted."""
+    """Tokens that a round of 3 drafts keeps on average, whatever the draft predicts. 0 = verify the
+    drafts."""
     lengths: tuple[DraftLength, ...] = ()
-    """Draft lengths of the table of rounds; empty: draft_length, and for `auto` all that it chooses
-    among."""
+    """Draft lengths of the table of rounds. Empty: draft_length, and for `auto` all lengths that it
+    chooses from."""
     live: tuple[Count, ...] = ()
-    """Numbers of rows of the table of rounds; empty: no table."""
+    """Numbers of rows of the table of rounds. Empty: no table."""
     page_size: Natural | Literal["auto"] = "auto"
-    """Positions of a page of keys and values; 0: a page is as long as a row. `auto`: 64 on an
+    """Positions per page of the key-value cache. 0 = one page per row. `auto` = 64 on an
     accelerator, 0 on a CPU."""
     threads: Natural = 0
-    """Cores of a CPU that may be used; 0: all."""
+    """CPU cores to use. 0 = all."""
     repeats: Count = 5
-    """Undisturbed calls that are wanted."""
+    """Undisturbed calls to time."""
     budget: Budget = 15.0
-    """Seconds after which disturbed calls are no longer made up for."""
+    """Seconds after which disturbed calls are no longer repeated."""
     seed: Seed = 0
-    """Of prompts, sampling and random weights."""
+    """Seed of prompts, sampling and random weights."""
     profile: str = ""
-    """Calls to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to
-    ./trace-generate.json.gz. Empty: none."""
+    """Calls to trace, as FIRST:END, where END is not traced. The trace for ui.perfetto.dev is
+    written to ./trace-generate.json.gz. Empty: none."""
 
     def check(self) -> None:
         require(
             self.threads <= core_count(),
-            f"--threads is {self.threads}, and there are {core_count()} cores; 0 uses all of them",
+            f"--threads is {self.threads}, but there are {core_count()} cores; 0 uses all of them",
         )
         rows = max(self.batch, *self.live, 1)
         require_countable(f"--batch {self.batch} (or --live):", rows, self.prompt + self.new)
         call_count, first_call = self.repeats + 2, parse_range("--profile", self.profile).start
+        # Disturbed calls are repeated, so there may be more.
         problem = (
-            f"--profile is {self.profile!r}, and only calls 0 to {call_count - 1} are sure to be"
-            " made"
+            f"--profile is {self.profile!r}, but only calls 0 to {call_count - 1} are certain to"
+            " be made"
         )
         require(
             first_call < call_count,
-            f"{problem} (two to warm up, and --repeats {self.repeats}); begin at one of them",
+            f"{problem} (two to warm up, then --repeats {self.repeats}); start at one of them",
         )
         remedy = (
             "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
@@ -117,7 +118,7 @@ class GenerateOptions(CheckedConfig, prefix="--"):
         require(is_sampled or not self.synthetic_acceptance, f"--synthetic_acceptance {remedy}")
         for condition, applies, names in (
             ("--draft none", self.draft == "none", "draft_length draft_path draft_vocab lengths"),
-            # coupled noise differs even there
+            # Coupled noise affects plain decoding too, so `coupled` is of use even there.
             ("--draft none", self.draft == "none" and self.verify == "token", "verify"),
             (f"--draft {self.draft}", not is_learned, "draft_path"),
             (f"--draft {self.draft}", not has_vocab, "draft_vocab"),
@@ -136,8 +137,8 @@ class GenerateOptions(CheckedConfig, prefix="--"):
         max_length = max(self.lengths, default=0)
         require(
             max_length < self.new,
-            f"--lengths has {max_length}, and --new is {self.new}: a draft must be shorter than an"
-            " answer; lower it",
+            f"--lengths has {max_length}, but --new is {self.new}, and a draft must be shorter than"
+            " an answer; lower it",
         )
 
 
@@ -154,20 +155,23 @@ OPTIONS = {
     "rollout.draft.vocab": "--draft_vocab",
     "rollout.engine.page_size": "--page_size",
 }
-"""What the settings of the config that is made of the options are called among these."""
+"""Option for each setting of the config, to name in errors."""
 
 
 def config_from_options(
     options: GenerateOptions, group: int, log: Callable[[str], Any]
 ) -> ResolvedConfig:
-    """The options as a run's config; a group of one is no group to learn from, and every answer is
-    to a prompt of its own."""
+    """Makes a run's config from options.
+
+    With `group` 1 every answer is to a different prompt.
+    """
     draft = DraftConfig(
         kind=options.draft,
         draft_length=options.draft_length,
         vocab=options.draft_vocab,
         path=options.draft_path,
-        sampling="sample",  # nothing is learnt here, so that no temperatures are to be measured
+        # Not `auto`, which would measure temperatures that nothing here uses.
+        sampling="sample",
     )
     rollout = RolloutConfig(
         max_new_tokens=options.new,
@@ -183,86 +187,88 @@ def config_from_options(
         seed=options.seed,
         model=ModelConfig(path=options.model, dtype=options.dtype),
         rollout=rollout,
+        # The default baseline refuses a group of one. Generators that do not learn set their own
+        # group size.
         batch=BatchConfig(prompts=options.batch // group, group_size=max(group, 2)),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
         data=DataConfig(max_prompt_length=options.prompt),
         sft=SftConfig(steps=0),
-        # nothing is trained by it; a vocabulary of the draft's own calls for it
+        # Nothing is trained offline, but a draft vocabulary of its own requires these settings.
         offline=OfflineConfig(samples=2, rows=1),
     )
     with translate_settings(OPTIONS):
         config = resolve_config(requested, log)
-        check_config(config, 1)  # of the mesh, `choose_mesh` makes one that fits
+        # One device, because `choose_mesh` makes a mesh that fits afterwards.
+        check_config(config, 1)
     return config
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(CheckedConfig, prefix="--"):
-    """What to measure."""
+    """Options of `bench step`."""
 
     model: str = ""
     """Folder of a Hugging Face checkpoint."""
     batch: Count = 32
-    """Answers a step."""
+    """Answers per step."""
     group: GroupSize = 8
     """Answers to each prompt (G)."""
     algorithm: AlgorithmName | Literal["default"] = "default"
-    """What `--algorithm` of a run sets for advantages and loss; every rollout is a batch."""
+    """Advantages and loss that `--algorithm` of a run sets. Every rollout is a batch."""
     beta: Annotated[float, Range(min=0)] = 0.0
-    """Weight of a KL term (kl.beta); 0: as the algorithm has it."""
+    """Weight of a KL term (kl.beta). 0 = that of the algorithm."""
     prompt: PromptLength = 64
-    """Prompt tokens a row; of --data, the most of them."""
+    """Prompt tokens per row. With --data, their maximum."""
     new: Count = 128
-    """New tokens a row; with --data, the most of them."""
+    """New tokens per row. With --data, their maximum."""
     data: str = ""
-    """JSON-lines file of problems to ask in turn (`question`, `answer`), whose answers end where
-    the policy ends them; empty: random digits, and every answer has --new tokens."""
+    """JSON-lines file of problems to ask in turn (`question`, `answer`). The policy may end its
+    answers to them. Empty: random digits, and every answer has --new tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, keys and values in generation."""
     draft: DraftKind = "none"
-    """What proposes tokens."""
+    """Kind of draft."""
     draft_path: str = ""
-    """Folder of a trained draft; empty: random weights."""
+    """Folder of a trained draft. Empty: random weights."""
     draft_length: LengthSetting = 3
-    """Tokens drafted a round (K); `auto`: each round chooses."""
+    """Tokens drafted per round (K). `auto`: each round chooses."""
     verify: VerifyRule = "block"
-    """Lossless rule."""
+    """Lossless verification rule."""
     online: bool = True
-    """Train a learned draft in the step, too, as runs do by default; off: it is frozen."""
+    """Whether the step also trains a learned draft, as runs do by default. Off: it is frozen."""
     threads: Natural = 0
-    """CPU cores to use; 0: all."""
+    """CPU cores to use. 0 = all."""
     remat: bool = False
-    """Recompute each layer in the backward pass, as runs do by default; off, as the trainers it is
-    compared with."""
+    """Whether the backward pass recomputes each layer, as runs do by default. Off: as in the
+    trainers that it is compared with."""
     micro_batch: Natural = 0
-    """Positions that each data shard learns from at once (batch.micro_tokens); 0: as a run
-    chooses."""
+    """Tokens per micro-batch on each data shard (batch.micro_tokens). 0 = as a run chooses."""
     repeats: Count = 5
-    """Timed steps wanted."""
+    """Undisturbed steps to time."""
     budget: Budget = 15.0
-    """Seconds after which disturbed steps are no longer made up for."""
+    """Seconds after which disturbed steps are no longer repeated."""
     seed: Seed = 0
-    """Of prompts, sampling and random weights."""
+    """Seed of prompts, sampling and random weights."""
     profile: str = ""
-    """Steps to trace, as FIRST:END without the last; the trace for ui.perfetto.dev goes to
-    ./trace-step.json.gz. Empty: none."""
+    """Steps to trace, as FIRST:END, where END is not traced. The trace for ui.perfetto.dev is
+    written to ./trace-step.json.gz. Empty: none."""
 
     def check(self) -> None:
         is_multiple = self.batch >= self.group and self.batch % self.group == 0
         require(
             is_multiple,
             f"--batch is {self.batch}; it must be a multiple of --group {self.group}, so that every"
-            " prompt has all its answers",
+            " prompt has a full group of answers",
         )
         is_learned = get_kind(self.draft).learned is not None
         require(
             is_learned or self.online,
-            f"with --draft {self.draft} there is no use for --no_online: nothing of it learns;"
-            " leave it out",
+            f"with --draft {self.draft} there is no use for --no_online, since that draft is not"
+            " trained; leave it out",
         )
 
     def adapt_config(self, config: ResolvedConfig) -> ResolvedConfig:
-        """A run's config that asks and learns as is wanted."""
+        """Returns a run's config with these options of learning."""
         if self.algorithm != "default":
             config = with_algorithm(config, self.algorithm)
         return replace(
@@ -275,7 +281,7 @@ class StepOptions(CheckedConfig, prefix="--"):
         )
 
     def generate_options(self) -> GenerateOptions:
-        """The generation of such a step."""
+        """Returns the options of the step's generation."""
         size_names, call_names = (
             "model batch prompt new dtype threads",
             "repeats budget seed profile",

@@ -1,1 +1,1 @@
-"""Settings: what they are, where they come from, and what goes together."""
+"""Settings: definitions, sources, and checks of their combinations."""

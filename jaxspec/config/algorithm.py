@@ -1,5 +1,4 @@
-"""Settings of learning: advantages, the policy's loss, the penalty for leaving a reference policy,
-and the optimizer."""
+"""Settings of learning: advantages, losses, penalties and the optimizer."""
 
 from __future__ import annotations
 
@@ -12,100 +11,120 @@ from jaxspec.inputs.spec import Natural, Positive
 
 Weight = Annotated[float, Range(min=0)]
 Rate = Positive | Literal["auto"]
-"""A learning rate; auto: the usual one of what is trained."""
+"""Learning rate. `auto` = the usual rate for the trained weights."""
 
 
 class UsualRate(NamedTuple):
-    """A usual learning rate, and the range in which it usually is."""
+    """Usual learning rate, and the range around it."""
 
     rate: float
     lowest: float
     highest: float
 
 
+# Adapters start from zero, and need larger steps than trained weights.
 FULL_RATE, ADAPTER_RATE = UsualRate(1e-6, 1e-7, 1e-5), UsualRate(2e-5, 5e-6, 2e-4)
-"""Of a loaded policy: all its weights, or adapters, which start from zero and need more."""
+"""Rates for a loaded policy: for all its weights, and for adapters."""
 DRAFT_RATE = UsualRate(1e-4, 1e-5, 1e-3)
-"""Of a draft of a loaded policy, offline and online."""
+"""Rates for the draft of a loaded policy, offline and online."""
 
 
 class LearningRates(NamedTuple):
-    """Learning rates of the policy, of the draft during the run, and of the draft before it."""
+    """Learning rates of a run.
+
+    The policy's, the draft's during the run, and the draft's before the run.
+    """
 
     policy: float
     draft: float
     offline: float
 
 
+# Models built here have about half a million weights. Rates this large would ruin a model of usual
+# size.
 SMALL_MODEL_RATES = LearningRates(2e-4, 4e-4, 1e-2)
-"""Of models that are made here, without a checkpoint: so small that large steps pay."""
+"""Rates for models that are built without a checkpoint."""
 
 
 def resolve_learning_rates(
     rate_settings: Iterable[Rate], has_checkpoint: bool, has_adapters: bool
 ) -> LearningRates:
-    """Fills in the usual learning rates for `auto`, of policy, draft and its offline training."""
+    """Replaces `auto` by the usual learning rates.
+
+    The order is that of `LearningRates`.
+    """
     policy_rate = ADAPTER_RATE if has_adapters else FULL_RATE
     usual_rates = (
         LearningRates(policy_rate.rate, DRAFT_RATE.rate, DRAFT_RATE.rate)
         if has_checkpoint
         else SMALL_MODEL_RATES
     )
+    # Strict, since a missing rate would shift the others to the wrong weights.
     pairs = zip(rate_settings, usual_rates, strict=True)
     return LearningRates(*(usual if rate == "auto" else rate for rate, usual in pairs))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig(CheckedConfig, prefix="advantage."):
-    """How much better an answer is than what could be expected of its prompt."""
+    """Advantages: rewards relative to the expectation for the prompt."""
 
     baseline: Literal["none", "group", "leave_one_out"] = "group"
-    """Taken from each reward: nothing (REINFORCE), the mean of its group (GRPO), the mean of the
-    group's other rewards (RLOO)."""
+    """Value subtracted from each reward: nothing (REINFORCE), the mean of its group (GRPO), or the
+    mean of the other rewards in its group (RLOO)."""
     std: Literal["none", "population", "sample", "leave_one_out", "batch", "whiten"] = "sample"
-    """Standard deviation to divide by: none (Dr. GRPO, RLOO), that of the group's rewards with
-    squares over G (population) or over G - 1 (sample, as TRL, verl and NeMo RL), that of the
-    group's other rewards (leave_one_out, as NeMo RL beside that baseline), of all rewards of the
-    batch, or `whiten` to mean 0 and variance 1 over all tokens (REINFORCE++)."""
+    """Standard deviation that divides the advantages. `none`: not divided (Dr. GRPO, RLOO).
+    `population` and `sample`: that of the group, with squares over G or over G - 1. The default is
+    the same as in TRL, verl and NeMo RL. `leave_one_out`: that of the group's other rewards, as in
+    NeMo RL with the same baseline. `batch`: that of all rewards in the batch. `whiten`: mean 0 and
+    variance 1 over all tokens (REINFORCE++)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig(CheckedConfig, prefix="loss."):
-    """The policy's loss at each token, and how tokens are weighed."""
+    """Policy loss per token, and weights of tokens."""
 
     kind: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    """Clipped ratios of tokens (PPO, GRPO, DAPO), of whole answers (gspo), clipped weights that
-    keep their gradient (cispo), or no ratio at all (reinforce)."""
+    """Surrogate loss: clipped ratios of tokens (`clip`, for PPO, GRPO and DAPO), clipped ratios of
+    whole answers (`gspo`), clipped weights that keep their gradient (`cispo`), or no ratio
+    (`reinforce`)."""
     function: str = ""
-    """A loss of your own in place of `kind`, as package.module:name or file.py:name: from the
-    LossInputs of `rl/loss_terms.py`, an array of the loss at each token, or a Loss."""
+    """Your own loss, which replaces `kind`, as package.module:name or file.py:name. It takes the
+    LossInputs of `rl/loss_terms.py`, and returns an array with the loss at each token, or a
+    Loss."""
     clip_low: Weight | Literal["auto"] = "auto"
-    """Ratios below 1 - clip_low are clipped; at least 1: none. auto: by kind, clip 0.2, gspo 3e-4,
-    cispo 1."""
+    """Distance below 1 at which ratios are clipped. 1 or more = no lower bound. `auto` = 0.2 for
+    clip, 3e-4 for gspo, 1 for cispo, as published."""
     clip_high: Weight | Literal["auto"] = "auto"
-    """Ratios above 1 + clip_high are clipped; auto: by kind, clip 0.28, gspo 4e-4, cispo 4."""
+    """Distance above 1 at which ratios are clipped. `auto` = 0.28 for clip, 4e-4 for gspo, 4 for
+    cispo, as published."""
     dual_clip: Annotated[float, Range(above=1, or_zero=True)] = 0.0
-    """Where an advantage is negative, the loss is at most so many times its size; 0: no bound."""
+    """Bound of the loss for negative advantages, as a multiple of their size (arXiv 1912.09729). 0
+    = no bound."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens of the batch (DAPO), over answers of their means (GRPO), or sums of
-    answers over the longest answer there may be (Dr. GRPO)."""
+    """Average of token losses: the mean over all tokens of the batch (`token`, DAPO), the mean over
+    answers of their means (`sequence`, GRPO), or sums over answers divided by the longest possible
+    answer (`constant`, Dr. GRPO)."""
     entropy: Weight = 0.0
-    """Weight of an entropy bonus."""
+    """Weight of the entropy bonus."""
     logprobs: Literal["reuse", "recompute"] = "reuse"
-    """Old logprobs, where a batch has several updates or older rows: those that generation
-    recorded, or of a forward pass before the first update."""
+    """Source of the old log-probabilities, for several updates per batch or older rows. `reuse`
+    takes those recorded by generation, which saves a forward pass. `recompute` runs a forward pass
+    before the first update."""
     reuse_below: Annotated[float, Range(above=1)] = 1.05
-    """Recorded logprobs are reused while the probabilities of tokens differ from the learner's by
-    less than this factor on average; from then on they are recomputed."""
+    """Factor between recorded and recomputed token probabilities, on average, up to which recorded
+    ones are reused. From then on they are recomputed."""
     importance: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
-    """Correction by weights exp(old - recorded): none, truncated at importance_max (tis), 0 outside
-    importance_min and importance_max (icepop), or 0 for answers whose geometric mean is outside."""
+    """Importance correction by weights exp(old - recorded log-probability). `tis` truncates them at
+    importance_max. `icepop` zeros weights outside importance_min and importance_max.
+    `sequence_mask` zeros answers whose geometric mean is outside."""
     importance_min: Weight = 0.0
-    """Lower bound of weights; 0: the usual one (icepop 0.5, sequence_mask 0.999)."""
+    """Lower bound of importance weights. 0 = the usual one (icepop 0.5, sequence_mask 0.999)."""
     importance_max: Weight = 0.0
-    """Upper bound of weights; 0: the usual one (tis 2, icepop 5, sequence_mask 1.002)."""
+    """Upper bound of importance weights. 0 = the usual one (tis 2, icepop 5, sequence_mask
+    1.002)."""
 
     def check(self) -> None:
+        # Compares resolved bounds, since 0 stands for a usual bound.
         low, high = self.importance_bounds
         require(
             low < high,
@@ -113,6 +132,7 @@ class LossConfig(CheckedConfig, prefix="loss."):
             f" bounds of {self.importance} are the defaults",
         )
         cause = (
+            # With one set of log-probabilities, all weights would be 1.
             f"loss.importance {self.importance} weighs recomputed old logprobs over recorded ones,"
             " which are the same with loss.logprobs reuse"
         )
@@ -124,7 +144,7 @@ class LossConfig(CheckedConfig, prefix="loss."):
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """Bounds of ratios below and above 1, with the usual ones of the kind for `auto`."""
+        """Bounds of ratios below and above 1, with `auto` resolved."""
         low, high = USUAL_CLIPS[self.kind]
         return (
             low if self.clip_low == "auto" else self.clip_low,
@@ -133,71 +153,89 @@ class LossConfig(CheckedConfig, prefix="loss."):
 
     @property
     def importance_bounds(self) -> tuple[float, float]:
-        """Of weights, with the usual ones in place of 0."""
+        """Bounds of importance weights, with 0 replaced by the usual ones."""
+        # 0 can stand for the usual bound: a lower bound of 0 excludes nothing, an upper bound of 0
+        # excludes all.
         low, high = USUAL_IMPORTANCE_BOUNDS[self.importance]
         return self.importance_min or low, self.importance_max or high
 
 
 USUAL_CLIPS = {
+    # The larger upper bound is DAPO's (arXiv 2503.14476).
     "clip": (0.2, 0.28),
+    # The ratio of a whole answer hardly leaves 1.
     "gspo": (3e-4, 4e-4),
+    # These bound weights, from 0 to 5, and not ratios near 1.
     "cispo": (1.0, 4.0),
+    # This loss has no ratio to bound.
     "reinforce": (0.0, 0.0),
 }
-"""Bounds of ratios below and above 1, by kind of loss; reinforce has no ratio."""
+"""Bounds of ratios below and above 1, by kind of loss."""
 USUAL_IMPORTANCE_BOUNDS = {
+    # Without effect, but `check` needs the lower bound below the upper one.
     "none": (0.0, 1.0),
     "tis": (0.0, 2.0),
     "icepop": (0.5, 5.0),
+    # Bounds of a geometric mean over an answer, which hardly leaves 1.
     "sequence_mask": (0.999, 1.002),
 }
-"""Least and most importance weight, by correction."""
+"""Lower and upper bound of importance weights, by correction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig(CheckedConfig, prefix="dynamic_sampling."):
-    """Batches of groups whose answers differ in reward, before any is taken for length: in all
-    others advantages against the group are 0."""
+    """Dynamic sampling: batches of groups whose answers differ in reward.
+
+    Rewards are compared before the overlong penalty. In other groups, advantages relative to the
+    group are 0.
+    """
 
     max_batches: Natural = 0
-    """Rollouts that may fill a batch, at most; the policy then learns from the groups that it has.
-    0: the batch is one rollout, whatever its rewards."""
+    """Maximum number of rollouts that fill a batch. The policy then learns from the groups
+    collected so far. 0 = each batch is one rollout, whatever its rewards."""
     surplus: Literal["drop", "carry"] = "drop"
-    """Groups of the last rollout that a full batch has no place for: they are dropped, or carried
-    over to the next batch, by whose policy they were not sampled."""
+    """Use of groups that a full batch has no room for. `drop` discards them, so that training stays
+    on-policy. `carry` moves them to the next batch, which is then partly off-policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig(CheckedConfig, prefix="overlong."):
-    """Answers that are cut at rollout.max_new_tokens, or come near it."""
+    """Treatment of answers near or at rollout.max_new_tokens."""
 
     filter: bool = False
-    """Whether the policy learns nothing from an answer that was cut; it still counts in its group's
-    baseline."""
+    """Whether truncated answers are excluded from the loss. They still count in the baseline of
+    their group."""
     buffer: Annotated[float, Range(min=0, max=1)] = 0.0
-    """Last part of rollout.max_new_tokens (0.2: its last fifth) in which an answer loses reward,
-    along a line; 0: none does."""
+    """Last share of rollout.max_new_tokens in which reward falls linearly with length. 0.2 = its
+    last fifth, 0 = no penalty."""
     penalty: Positive = 1.0
-    """What an answer of the full length loses."""
+    """Reward that an answer of the full length loses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KlConfig(CheckedConfig, prefix="kl."):
-    """A penalty for leaving the policy that the run began with; under LoRA, the one without
-    adapters."""
+    """KL penalty for leaving a reference policy.
+
+    The reference is the policy at the start of the run. With LoRA it is the policy without
+    adapters.
+    """
 
     beta: Annotated[float, Range(min=0, remedy="a penalty, not a reward, for leaving it")] = 0.0
-    """Weight of the KL divergence; 0: no reference policy is kept or read."""
+    """Weight of the KL divergence. 0 = no reference policy is stored or evaluated."""
     estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
-    """Of x = reference - policy logprob: -x, x^2 / 2, or exp(x) - 1 - x; auto: k3 in the loss, k1
-    in rewards. x is clamped at -20 and 20."""
+    """Estimator of the divergence. With x = reference - policy log-probability, k1 = -x, k2 = x^2 /
+    2, k3 = exp(x) - 1 - x. x is clamped to [-20, 20]. `auto` = k3 in the loss, k1 in rewards, whose
+    gradients are those of a divergence."""
     where: Literal["loss", "reward", "reward_to_go"] = "loss"
-    """Added to the loss at each token, summed over an answer and taken from its reward, or taken
-    from the reward of each token, summed from there on (REINFORCE++)."""
+    """Place of the penalty. `loss` adds it at each token. `reward` sums it over an answer and
+    subtracts it from the reward. `reward_to_go` subtracts from each token the sum from there on
+    (REINFORCE++)."""
     importance: bool = False
-    """Whether a token in the loss weighs its probability by the policy over the recorded one."""
+    """Whether the penalty in the loss is weighted, per token, by the ratio of policy to recorded
+    probability."""
 
     def check(self) -> None:
+        # The gradient of k1 is that of a log-probability, whose mean under the policy is 0.
         has_zero_gradient = self.beta > 0 and self.where == "loss" and self.estimator == "k1"
         cause = (
             f"kl.estimator k1 with kl.where loss and kl.beta {self.beta:g}: the gradient of k1 is 0"
@@ -209,27 +247,34 @@ class KlConfig(CheckedConfig, prefix="kl."):
 
     @property
     def active_estimator(self) -> Literal["k1", "k2", "k3"]:
-        """The estimator, by its place if it is `auto`."""
+        """Estimator in use, with `auto` resolved."""
         if self.estimator == "auto":
+            # In rewards, only k1 has the gradient of the divergence.
             return "k3" if self.where == "loss" else "k1"
         return self.estimator
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamConfig(CheckedConfig, prefix="optimizer.adam."):
-    """AdamW of the policy, also beside Muon. Drafts keep 0.9 and 0.95, as EAGLE trains them."""
+    """Constants of AdamW, for the policy.
+
+    They also apply next to Muon. Drafts keep betas 0.9 and 0.95, as EAGLE trains them.
+    """
 
     betas: tuple[Annotated[float, Range(min=0, below=1)], ...] = (0.9, 0.999)
-    """Decay of the mean of gradients, and of that of their squares, per update."""
+    """Decay rates per update: of the mean gradient, and of the mean squared gradient. Defaults as
+    in NeMo RL, verl and TRL."""
     eps: Positive = 1e-8
-    """Added to the root of the mean square."""
+    """Constant added to the root of the mean squared gradient."""
     decay: Literal["matrices", "all"] = "matrices"
-    """What weight decay shrinks: matrices, but no norms, biases and embeddings, or all weights."""
+    """Weights that weight decay shrinks: only matrices, without norms, biases and embeddings, or
+    `all`."""
     schedule_floor: Annotated[float, Range(min=0, max=1)] = 0.0
-    """Share of the learning rate at which `linear` and `cosine` end."""
+    """Final learning rate of `linear` and `cosine`, as a share of the learning rate."""
 
     def check(self) -> None:
         require(
+            # The type of the field allows a tuple of any length.
             len(self.betas) == 2,
             f"optimizer.adam.betas has {len(self.betas)} numbers; give two, such as 0.9 0.999",
         )
@@ -237,29 +282,30 @@ class AdamConfig(CheckedConfig, prefix="optimizer.adam."):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(CheckedConfig, prefix="optimizer."):
-    """The policy's optimizer."""
+    """Optimizer of the policy."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` orthogonalises the updates of the layers' matrices, and of adapters; embedding, head,
-    norms and biases have AdamW beside it."""
+    """Optimizer. `muon` orthogonalizes the updates of the layers' matrices and of adapters.
+    Embedding, head, norms and biases then use AdamW."""
     learning_rate: Rate = "auto"
-    """Learning rate, after warm-up; Muon's updates are as large as AdamW's. auto: 1e-6 for all
-    weights of a loaded policy, 2e-5 for adapters, 2e-4 for a small model that is made here."""
+    """Learning rate after warm-up (auto: 1e-6 for all weights of a loaded policy, 2e-5 for
+    adapters, 2e-4 for a small model built here). It serves AdamW and Muon alike, whose updates have
+    the same size."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after warm-up: `linear` and `cosine` end after `steps` batches, at
-    adam.schedule_floor."""
+    """Learning rate after warm-up. `linear` and `cosine` reach adam.schedule_floor after `steps`
+    batches."""
     warmup_steps: Natural = 10
-    """Linear warm-up of the learning rate, in updates."""
+    """Updates of linear warm-up of the learning rate."""
     weight_decay: Annotated[float, Range(min=0)] = 0.0
     """Decoupled weight decay."""
     grad_clip: Positive = 1.0
-    """Global-norm clip of the policy's gradient."""
+    """Maximum global norm of the policy's gradient."""
     freeze_router: bool = False
-    """Whether routers of experts stay as they are."""
+    """Whether the routers of experts are not trained."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the moments of policy and draft are kept (float64 models: float64 for float32);
-    bfloat16 halves them."""
+    """Storage type of the moments of policy and draft. `bfloat16` halves their memory. With float64
+    models, `float32` stands for float64."""
     adam: AdamConfig = field(default_factory=AdamConfig)
     offload: bool = False
-    """Whether the policy's moments lie in the host's memory but for its update; every update moves
-    them there and back, and is compiled by itself."""
+    """Whether the policy's moments stay in host memory between updates. This frees device memory,
+    but each update moves them to the device and back, and is compiled as a separate program."""

@@ -1,4 +1,7 @@
-"""Published algorithms as groups of settings, each of which can be set otherwise beside them."""
+"""Published algorithms as groups of settings.
+
+A command line can change each setting of the group.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ _C = TypeVar("_C", bound=Config)
 
 
 class Algorithm(NamedTuple):
-    """What an algorithm sets: all settings of these parts, to the usual ones where it names none;
-    everything else stays as the config has it."""
+    """Settings of an algorithm.
+
+    It sets these sections completely: a field that it does not name gets its default. All other
+    sections keep the values of the config.
+    """
 
     citation: str
     advantage: AdvantageConfig
@@ -32,8 +38,9 @@ class Algorithm(NamedTuple):
 
     @property
     def config_sections(self) -> dict[str, Any]:
-        """What it sets, by part of the config."""
+        """Sections that the algorithm sets, by name."""
         sections = self._asdict()
+        # The only field that is not a section.
         del sections["citation"]
         return sections
 
@@ -44,19 +51,21 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
         "arXiv 2402.03300",
         AdvantageConfig(baseline="group", std="sample"),
         LossConfig(clip_low=0.2, clip_high=0.2, aggregation="sequence"),
+        # The paper's weight. By default there is no penalty.
         KlConfig(beta=0.04),
     ),
     "dapo": Algorithm(
         "arXiv 2503.14476",
         AdvantageConfig(baseline="group", std="sample"),
         LossConfig(clip_low=0.2, clip_high=0.28, aggregation="token"),
-        # 1 where right and wrong differ by 2, as 1 and -1 do
+        # DAPO's penalty is 1 for rewards of 1 and -1. Rewards here differ by 1, half as much.
         overlong=OverlongConfig(buffer=0.2, penalty=0.5),
         dynamic_sampling=DynamicSamplingConfig(max_batches=10),
     ),
     "dr_grpo": Algorithm(
         "arXiv 2503.20783",
         AdvantageConfig(baseline="group", std="none"),
+        # A constant divisor removes the bias toward long wrong answers.
         LossConfig(clip_low=0.2, clip_high=0.2, aggregation="constant"),
     ),
     "gspo": Algorithm(
@@ -82,19 +91,22 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
         KlConfig(where="reward_to_go"),
     ),
 }
-"""By the name that `--algorithm` takes."""
+"""Algorithms by the name that `--algorithm` accepts."""
+# A larger bound was probably meant for ratios of tokens.
 LARGEST_SEQUENCE_CLIP = 0.01
-"""A bound on ratios of whole answers that is above this was hardly meant for them."""
+"""Largest plausible bound of the ratio of a whole answer."""
+# A smaller bound was probably meant for ratios of tokens.
 LEAST_WEIGHT_CLIP = 1.0
-"""A bound on weights that keep their gradient and is below this was meant for token ratios."""
+"""Smallest plausible bound of weights that keep their gradient."""
 
 
 def with_algorithm(config: _C, name: str) -> _C:
-    """The config with the settings of an algorithm.
+    """Applies the settings of an algorithm.
 
     Raises:
-      ConfigError: there is none of that name.
+      ConfigError: There is no algorithm of that name.
     """
+    # Keyed by any text, since the name comes from a command line.
     algorithms: dict[str, Algorithm] = {**ALGORITHMS}
     require(
         name in algorithms, f"--algorithm {name!r} is none of {', '.join(algorithms)}; choose one"
@@ -103,7 +115,7 @@ def with_algorithm(config: _C, name: str) -> _C:
 
 
 def describe_algorithms() -> str:
-    """What each algorithm sets other than the defaults, a line each."""
+    """Lists for each algorithm the settings that are not defaults."""
     lines = []
     for name, algorithm in ALGORITHMS.items():
         changes = [
@@ -117,7 +129,8 @@ def describe_algorithms() -> str:
 
 
 def collect_warnings(config: Config) -> list[str]:
-    """What is allowed, and rarely meant."""
+    """Warns of valid settings that are rarely intended."""
+    # Adapters need larger rates than full weights.
     usual = FULL_RATE if config.lora.rank == 0 else ADAPTER_RATE
     warnings = [_clip_warning(config.loss), _kl_warning(config.kl)]
     warnings += [*_off_policy_warnings(config), *_dynamic_sampling_warnings(config)]
@@ -128,7 +141,7 @@ def collect_warnings(config: Config) -> list[str]:
 
 
 def collect_draft_warnings(config: Config) -> list[str]:
-    """The same of a draft's training."""
+    """Warns of rarely intended settings of draft training."""
     if not config.rollout.draft.is_learned:
         return []
     rates, warnings = config.learning_rates, []
@@ -140,7 +153,8 @@ def collect_draft_warnings(config: Config) -> list[str]:
 
 
 def _rate_warning(config: Config, section: str, rate: float, usual: UsualRate) -> str:
-    """A learning rate that hardly suits what was loaded."""
+    """Warns of an unusual learning rate for a loaded checkpoint."""
+    # The usual ranges are those of loaded checkpoints.
     if not config.model.path or usual.lowest <= rate <= usual.highest:
         return ""
     trained_part = {
@@ -155,6 +169,8 @@ def _rate_warning(config: Config, section: str, rate: float, usual: UsualRate) -
 
 
 def _clip_warning(loss: LossConfig) -> str:
+    # A user's loss has no bounds, so kinds count only without one.
+    """Warns of clip bounds that suit another kind of loss."""
     low, high = loss.clip_bounds
     bounds = f"loss.kind {loss.kind} with loss.clip_low {low:g} and loss.clip_high {high:g}"
     if loss.kind == "gspo" and not loss.function and max(low, high) > LARGEST_SEQUENCE_CLIP:
@@ -171,6 +187,9 @@ def _clip_warning(loss: LossConfig) -> str:
 
 
 def _kl_warning(kl: KlConfig) -> str:
+    # In rewards only k1 has the gradient of the divergence. Estimators in the loss are checked by
+    # `KlConfig`.
+    """Warns of an estimator whose gradient is not that of the KL divergence."""
     if kl.beta and kl.where != "loss" and kl.active_estimator != "k1":
         return (
             f"kl.estimator {kl.estimator} with kl.where {kl.where}: a reward less {kl.estimator}"
@@ -181,8 +200,9 @@ def _kl_warning(kl: KlConfig) -> str:
 
 
 def _off_policy_warnings(config: Config) -> list[str]:
-    """A loss without ratio where the policy leaves the one that sampled."""
+    """Warns of a loss without ratio on rows of older policies."""
     loss = config.loss
+    # A user's loss may correct for older policies itself.
     if loss.kind != "reinforce" or loss.function or config.is_on_policy:
         return []
     return [
@@ -193,9 +213,10 @@ def _off_policy_warnings(config: Config) -> list[str]:
 
 
 def _dynamic_sampling_warnings(config: Config) -> list[str]:
-    """Groups that are left out although they have an advantage."""
+    """Warns if groups with advantages are left out."""
     if not config.dynamic_sampling.max_batches:
         return []
+    # In each of these cases, equal rewards do not mean that advantages are 0.
     causes = {
         "advantage.baseline none": config.advantage.baseline == "none",
         "advantage.std whiten": config.advantage.std == "whiten",

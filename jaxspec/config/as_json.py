@@ -1,5 +1,4 @@
-"""A config as nested plain values (config.json of a run), back from them, and what differs between
-two."""
+"""Conversion of configs to and from JSON, and comparison of two."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,6 +8,7 @@ from typing import Any, get_args, get_origin
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.inputs.checked import field_types, require, settings_classes
 
+# Checkpoints are restored on any mesh.
 _MESH = ("mesh.data", "mesh.expert", "mesh.tensor", "mesh.shard_above")
 _ENGINE = (
     "rollout.engine.slots",
@@ -24,26 +24,30 @@ SPEED_SETTINGS = (
     "optimizer.offload",
     *_ENGINE,
 )
-"""What changes nothing but the time and the memory that a program takes."""
+"""Settings that change only time and memory, not results."""
 _WHEN = ("steps", "save_every", "compare_plain", "profile")
+# Evaluations change nothing else in a run, bit by bit.
 FREE_ON_RESUME = frozenset({"workdir", "eval.", *_WHEN, *SPEED_SETTINGS, *_MESH})
-"""Keys that may differ when a run is resumed: they change where and how long it runs, and what is
-measured of it, not what it computes. One that ends in a dot stands for all that start with it."""
+"""Settings that may differ when a run is resumed.
+
+They change where and how long it runs, and its measurements, but no results. A name that ends in a
+dot stands for all settings that start with it.
+"""
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """Returns the config as nested plain values, for `config.json`."""
-    # tuples become lists, as they will be when read back
+    """Returns nested plain values, for `config.json`."""
+    # Tuples become lists, as in a config that is read back.
     return json.loads(json.dumps(asdict(config)))
 
 
 def from_json(saved_settings: Mapping[str, Any]) -> ResolvedConfig:
-    """Returns the config that `to_json` gave.
+    """Returns the config that `to_json` was given.
 
     Raises:
-      ConfigError: a key is missing or unknown (another version wrote it), or a value is bad or of
-        another type.
+      ConfigError: A key is missing or unknown (another version wrote it), or a value is invalid.
     """
+    # First, since a missing key would otherwise get a default that the run did not have.
     require_same_version(saved_settings)
     return _build_instance(ResolvedConfig, saved_settings)
 
@@ -51,10 +55,10 @@ def from_json(saved_settings: Mapping[str, Any]) -> ResolvedConfig:
 def require_same_version(
     saved_settings: Mapping[str, Any], remedy: str = "use that version"
 ) -> None:
-    """Refuses a saved config whose settings are not those of this version.
+    """Refuses a saved config with other settings.
 
     Raises:
-      ConfigError: a key is missing or unknown.
+      ConfigError: A key is missing or unknown.
     """
     missing, unknown = _compare_keys(ResolvedConfig, saved_settings)
     differences = [
@@ -69,13 +73,14 @@ def require_same_version(
 
 
 def _compare_keys(cls: Any, saved_settings: Any, prefix: str = "") -> tuple[list[str], list[str]]:
-    """Settings of a class that the saved values lack, and saved ones that it does not have."""
+    """Returns missing and unknown settings of saved values."""
     if isinstance(saved_settings, list):
+        # A list of settings, such as `mixture`.
         pairs = [_compare_keys(cls, item, f"{prefix}{i}.") for i, item in enumerate(saved_settings)]
         missing, unknown = ([name for pair in pairs for name in pair[i]] for i in range(2))
         return missing, unknown
     if not isinstance(saved_settings, Mapping):
-        return [], []  # the class that it belongs to says what is wrong with it
+        return [], []  # its class reports the wrong type
     names = field_types(cls)
     missing = [f"{prefix}{name}" for name in names if name not in saved_settings]
     unknown = [f"{prefix}{key}" for key in saved_settings if key not in names]
@@ -86,19 +91,21 @@ def _compare_keys(cls: Any, saved_settings: Any, prefix: str = "") -> tuple[list
 
 
 def _classes_in_fields(cls: Any) -> dict[str, Any]:
-    """The classes among a class's settings; one may be None instead."""
+    """Returns the dataclasses of fields."""
     return {
         name: classes[0]
         for name, annotation in field_types(cls).items()
+        # A field has at most one dataclass, next to None or inside a tuple.
         if (classes := settings_classes(annotation))
     }
 
 
 def _build_instance(cls: Any, saved_settings: Mapping[str, Any]) -> Any:
-    """An instance, which checks types and numbers itself; JSON has lists for tuples."""
+    """Builds a dataclass from saved values."""
     types, nested = field_types(cls), _classes_in_fields(cls)
 
     def read_value(key: str, raw_value: Any) -> Any:
+        # JSON has lists for tuples, also where a tuple is one of several types.
         alternatives = types[key], *get_args(types[key])
         if isinstance(raw_value, list) and any(
             get_origin(alternative) is tuple for alternative in alternatives
@@ -116,15 +123,20 @@ def _build_instance(cls: Any, saved_settings: Mapping[str, Any]) -> Any:
 def list_changed_settings(
     saved_settings: Mapping[str, Any], config: Config, ignored: frozenset[str] = FREE_ON_RESUME
 ) -> list[str]:
-    """Lists the settings outside `ignored` that differ from a saved `to_json`, each as `key: saved
-    -> now`."""
-    if config.optimizer.schedule != "constant":  # which ends after `steps`
+    """Lists settings that differ from a saved `to_json`.
+
+    Each is `key: saved -> now`. Those in `ignored` are left out.
+    """
+    # Other schedules depend on `steps`, the batch at which they end.
+    if config.optimizer.schedule != "constant":
         ignored -= {"steps"}
+    # Both go through `to_json`, so that tuples and lists compare equal.
     saved_values, current_values = (
         flatten_settings(saved_settings),
         flatten_settings(to_json(config)),
     )
     pairs = {
+        # Lists of sets may differ in length, so either side can lack a key.
         key: (saved_values.get(key, "(absent)"), current_values.get(key, "(absent)"))
         for key in saved_values | current_values
         if not includes_setting(ignored, key)
@@ -137,7 +149,7 @@ def list_changed_settings(
 
 
 def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a `to_json` by their dotted names."""
+    """Returns the values of a `to_json` by their dotted names."""
     flat_children = [
         flatten_settings(child, f"{prefix}{key}.")
         if child is not None
@@ -149,15 +161,21 @@ def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def _child_values(value: Any) -> Mapping[str, Any] | None:
-    """What a value holds by name, or by number where it is a list of such; None: it is plain."""
+    """Returns a value's children by name; None if it is plain.
+
+    Children of a list of mappings are named by their index.
+    """
+    # An empty list has no children, and must stay a value.
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         return {str(index): item for index, item in enumerate(value)}
     return value if isinstance(value, Mapping) else None
 
 
 def includes_setting(settings: Iterable[str], name: str) -> bool:
-    """Whether a setting is among some, of which one that ends in a dot stands for all that start
-    with it."""
+    """Returns whether settings include a name.
+
+    An entry that ends in a dot stands for all names that start with it.
+    """
     return any(
         name.startswith(setting) if setting.endswith(".") else name == setting
         for setting in settings

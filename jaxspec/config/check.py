@@ -1,4 +1,4 @@
-"""Whether a config goes together: its classes with one another, and with the devices there are."""
+"""Checks across sections of a config, and against the devices."""
 
 import math
 from typing import NamedTuple
@@ -18,16 +18,18 @@ class MeshShape(NamedTuple):
 
     @property
     def row_shards(self) -> int:
-        """Into how many parts rows are split."""
+        """Number of shards that rows are split over."""
         return self.data * self.expert
 
 
 def check_config(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape:
-    """Checks what crosses classes and resolves the mesh for `devices` in all, over `processes`;
-    `mesh.data` 0 becomes the most shards that fit the devices and every batch.
+    """Checks combinations of settings, and resolves the mesh.
+
+    `devices` counts those of all processes. `mesh.data` 0 becomes all shards of the devices, or in
+    a single process as many as divide every batch.
 
     Raises:
-      ConfigError: names the numbers that do not go together, and some that do.
+      ConfigError: Numbers do not fit together. The message names them, and some that do.
     """
     require(
         devices % processes == 0,
@@ -44,15 +46,18 @@ def check_config(config: ResolvedConfig, devices: int, processes: int = 1) -> Me
     )
     _check_model_axes(config)
     shards = devices // (expert * tensor)
+    # A batch that is not trained counts 0, which does not change the divisor.
     common_divisor = math.gcd(*_row_counts(config).values())
     max_shards = max(
         (size for size in range(1, shards + 1) if common_divisor % (size * expert) == 0), default=1
     )
+    # Every process must take part, so with several no device is left idle.
     data = config.mesh.data or (shards if processes > 1 else max_shards)
     requested_mesh = (
         f"mesh.data {data} x {sizes} = {data * expert * tensor} devices, but there are {devices}"
     )
     require(
+        # Also for one process: idle devices are accepted only if nothing was set.
         config.mesh.data in (0, shards),
         f"{requested_mesh}; {alternatives}, and --mesh.data 0 chooses by itself",
     )
@@ -68,8 +73,9 @@ def check_config(config: ResolvedConfig, devices: int, processes: int = 1) -> Me
 
 
 def _fitting_meshes(config: ResolvedConfig, devices: int) -> str:
-    """The meshes of so many devices, in words."""
+    """Describes the meshes that fit the devices."""
     tensor, expert = config.mesh.tensor, config.mesh.expert
+    # No size of `tensor` mends this, so only sizes of `expert` are listed.
     if devices % expert:
         experts = config.model.family.experts or 1
         remaining_devices = devices // tensor if devices % tensor == 0 else devices
@@ -84,9 +90,10 @@ def _fitting_meshes(config: ResolvedConfig, devices: int) -> str:
 
 
 def _check_model_axes(config: ResolvedConfig) -> None:
-    """Whether the model's axes split over the mesh's."""
+    """Checks that mesh axes divide the model's axes."""
     tensor, expert = config.mesh.tensor, config.mesh.expert
-    # rows of zeros make a vocabulary split (`models/weight_layout.py`)
+    # The vocabulary is not checked, since rows of zeros pad it (`models/weight_layout.py`).
+    # KV heads are not replicated over `tensor`.
     for name in ("heads", "kv_heads", "ffn"):
         size = getattr(config.model, name)
         require(
@@ -101,7 +108,7 @@ def _check_model_axes(config: ResolvedConfig) -> None:
     )
     require(
         not config.optimizer.freeze_router or experts > 0,
-        "optimizer.freeze_router keeps routers of experts, and this model has none; leave it out",
+        "optimizer.freeze_router freezes routers of experts, but this model has none; leave it out",
     )
     valid_sizes = ", ".join(map(str, divisors(experts))) if experts else ""
     require(
@@ -112,12 +119,12 @@ def _check_model_axes(config: ResolvedConfig) -> None:
 
 
 def _check_rows(config: ResolvedConfig, shape: MeshShape) -> None:
-    """Whether every batch splits over what splits rows."""
+    """Checks that the row shards divide every batch."""
     shard_count, prompts = shape.row_shards, config.batch.prompts
     shards = f"{shard_count} data shards"
     if shape.expert > 1:
         shards = f"{shape.data} data shards of {shape.expert} members each (mesh.expert)"
-    groups = "a group lives whole on one shard"
+    groups = "a group is never split"
     require(
         prompts >= shard_count,
         f"batch.prompts {prompts} is fewer than {shards} ({groups}); raise it to {shard_count}"
@@ -133,11 +140,12 @@ def _check_rows(config: ResolvedConfig, shape: MeshShape) -> None:
 
 
 def _check_sets(config: ResolvedConfig) -> None:
-    """Whether what is asked can be judged, in every set of problems."""
+    """Checks all sets of problems."""
     for prefix, sets in (("mixture", config.mixture), ("eval.sets", config.eval.sets)):
         for index, dataset in enumerate(sets):
             for section, names in SHARED_SETTINGS.items():
                 _check_shared(f"{prefix}.{index}.{section}.", dataset, config, section, names)
+    # The default cannot be told from a value that the user gave.
     default_count = DataConfig().eval_prompts
     for index, dataset in enumerate(config.eval.sets):
         is_limited = dataset.data.path and dataset.data.eval_prompts != default_count
@@ -152,7 +160,7 @@ def _check_sets(config: ResolvedConfig) -> None:
 
 
 def _check_evaluation(config: ResolvedConfig) -> None:
-    """Whether responses of evaluations can end."""
+    """Checks that responses of evaluations can end."""
     min_tokens, eval_tokens = config.eval.min_new_tokens, config.eval.max_new_tokens
     max_tokens = eval_tokens or config.rollout.max_new_tokens
     limit = f"{'eval' if eval_tokens else 'rollout'}.max_new_tokens {max_tokens}"
@@ -164,8 +172,7 @@ def _check_evaluation(config: ResolvedConfig) -> None:
 
 
 def _check_task(config: ResolvedConfig) -> None:
-    """Whether generated tasks are written in one set of characters, and there is a corpus of
-    them."""
+    """Checks that tasks share their characters, and have a corpus if needed."""
     uses_programs, is_text = config.data.task == "programs", config.sft.format == "text"
     corpora = {
         "sft.format text": config.sft.steps > 0 and is_text,
@@ -180,28 +187,27 @@ def _check_task(config: ResolvedConfig) -> None:
         require(
             bool(dataset.data.path) or (dataset.data.task == "programs") == uses_programs,
             f"the set {dataset.name} has data.task {dataset.data.task}, and the run data.task"
-            f" {config.data.task}: programs have characters of their own, so that all sets are of"
-            " programs or none",
+            f" {config.data.task}: programs have their own characters; give all sets programs, or"
+            " none",
         )
 
 
 def _check_shared(
     prefix: str, dataset: SetConfig, config: ResolvedConfig, section: str, names: tuple[str, ...]
 ) -> None:
-    """Whether a set leaves to the run what is the run's."""
+    """Checks that a set does not change settings of the run."""
     set_section, run_section = getattr(dataset, section), getattr(config, section)
     for name in names:
         value, default = getattr(set_section, name), getattr(type(set_section)(), name)
         require(
             value in (default, getattr(run_section, name)),
             f"{prefix}{name} is {value!r} and {section}.{name} {getattr(run_section, name)!r},"
-            " which all sets share; set that one alone",
+            " which all sets share; set only the latter",
         )
 
 
 def _check_verifier(prefix: str, dataset: SetConfig) -> None:
-    """Whether a set's answers stand where its verifier looks; `prefix` comes before its
-    settings."""
+    """Checks that answer style and verifier match."""
     data, reward = dataset.data, dataset.reward
     is_program = data.task == "programs"
     default_style = "code" if is_program else "hash"
@@ -212,6 +218,7 @@ def _check_verifier(prefix: str, dataset: SetConfig) -> None:
         f" {answer}: give --{prefix}data.path FILE.jsonl and --data.tokenizer FOLDER, or"
         f" --{prefix}data.answer_style {default_style}",
     )
+    # A reward without this part never runs the verifier.
     checks_answer = "answer" in reward.all_parts
     require(
         not checks_answer or (reward.verifier == "code") == (data.answer_style == "code"),
@@ -221,7 +228,8 @@ def _check_verifier(prefix: str, dataset: SetConfig) -> None:
 
 
 def _check_micro_batch(config: ResolvedConfig) -> None:
-    """Whether the longest row fits a micro-batch."""
+    """Checks that the longest row fits a micro-batch."""
+    # The last token of a row is predicted, but never read.
     longest = config.row_length - 1
     tokens = config.batch.micro_tokens
     message = (
@@ -235,17 +243,16 @@ def _check_micro_batch(config: ResolvedConfig) -> None:
 
 
 def require_countable(label: str, rows: int, positions: int) -> None:
-    """Refuses more tokens than are counted and held at once."""
+    """Raises ConfigError if there are more tokens than int32 can count."""
     message = (
-        f"{label} rows of {positions} positions are more than {INT32}, which is as far as tokens"
-        " are counted; lower one"
+        f"{label} rows of {positions} positions are more than {INT32} tokens, the most that can be"
+        " counted; lower one"
     )
     require(rows * positions <= INT32, message)
 
 
 def _check_positions(config: ResolvedConfig) -> None:
-    """Whether what is generated or trained on at once can be counted, and its longest row fits the
-    positions of the policy."""
+    """Checks numbers of tokens and the longest row."""
     model = config.model
     prompt = config.data.max_prompt_length
     response = config.rollout.max_new_tokens
@@ -279,8 +286,9 @@ def _check_positions(config: ResolvedConfig) -> None:
 
 
 def _check_pool(config: ResolvedConfig, prompts: int) -> None:
-    """Whether the pages of a data shard with so many prompts are enough for one row."""
+    """Checks that the pages of a data shard suffice for one row."""
     engine = config.rollout.engine
+    # A round writes its whole block before it is verified, so the block needs pages.
     draft_length = config.rollout.draft.max_draft_length if config.rollout.draft.is_enabled else 0
     if not engine.pages or not isinstance(engine.page_size, int):
         return
@@ -302,7 +310,7 @@ def _check_pool(config: ResolvedConfig, prompts: int) -> None:
 
 
 def _check_drafts(config: ResolvedConfig) -> None:
-    """Whether draft and look-up fit the policy, the response and one another."""
+    """Checks draft and look-up against policy and response."""
     rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
     _check_loops(config)
     auto_note = " (the longest of auto)" if draft.draft_length == "auto" else ""
@@ -310,6 +318,7 @@ def _check_drafts(config: ResolvedConfig) -> None:
         f"rollout.draft.draft_length {draft.max_draft_length}{auto_note} and rollout.max_new_tokens"
         f" {rollout.max_new_tokens}"
     )
+    # A round of K drafts commits up to K + 1 tokens.
     is_shorter = not draft.is_enabled or draft.max_draft_length < rollout.max_new_tokens
     require(
         is_shorter,
@@ -342,8 +351,8 @@ def _check_drafts(config: ResolvedConfig) -> None:
     fits = draft_vocab <= vocab
     require(
         fits,
-        f"rollout.draft.vocab {draft_vocab} is larger than the policy's model.vocab {vocab}; at"
-        " most that, or 0 for all of it",
+        f"rollout.draft.vocab {draft_vocab} is larger than the policy's model.vocab {vocab}; give"
+        " at most that, or 0 for all of it",
     )
     is_selected = draft_vocab == 0 or config.offline.steps > 0 or bool(draft.path)
     remedy = "set --offline.steps 300 or so, or --rollout.draft.vocab 0"
@@ -352,16 +361,17 @@ def _check_drafts(config: ResolvedConfig) -> None:
         f"rollout.draft.vocab {draft_vocab} is chosen by offline training, and offline.steps is 0;"
         f" {remedy}",
     )
+    # 8 is room for the end tokens, which are always selected.
     has_room = draft_vocab == 0 or draft_vocab > len(rollout.banned) + 8
     require(
         has_room,
-        f"rollout.draft.vocab {draft_vocab} leaves next to nothing beside {len(rollout.banned)}"
-        " banned ids and the end tokens",
+        f"rollout.draft.vocab {draft_vocab} has almost no room besides {len(rollout.banned)}"
+        " banned ids and the end tokens; raise it",
     )
 
 
 def _check_loops(config: ResolvedConfig) -> None:
-    """Whether runs that are compared, and depths that are trained, end within the longest row."""
+    """Checks that n-grams and depths are shorter than the longest row."""
     rollout, lookup, training = config.rollout, config.rollout.lookup, config.draft_training
     longest = config.row_length
     row = f"the longest row, data.max_prompt_length + rollout.max_new_tokens = {longest}"
@@ -380,7 +390,7 @@ def _check_loops(config: ResolvedConfig) -> None:
 
 
 def _row_counts(config: ResolvedConfig) -> dict[str, int]:
-    """What every batch of the run divides over the data shards; 0 where nothing is trained."""
+    """Returns the rows of every batch by setting; 0 if nothing is trained."""
     sft = config.sft.steps and config.sft.rows
     offline = config.offline.rows if _trains_offline(config) else 0
     return {"batch.prompts": config.batch.prompts, "sft.rows": sft, "offline.rows": offline}

@@ -1,5 +1,4 @@
-"""From the command line to a `Config`: config files, their scales, and overrides of single
-settings."""
+"""Reading of configs from files and command lines."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ SHORT_HELP = (
     "save_every",
     "mesh.tensor",
 )
-"""Settings that `--help` shows, in the order in which people need them."""
+"""Settings in the short `--help`, in the order in which people need them."""
 EXAMPLES = {
     "train": (
         "--config rl_think.py --rollout.draft.draft_length 5 --batch.group_size 32",
@@ -77,15 +76,15 @@ EXAMPLES = {
         "--config rl_think.py:qwen3_0.6b --model.path FOLDER --data.path FILE",
     ),
 }
-"""Command lines of programs whose description has none."""
+"""Example command lines of programs whose description has none."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _BUNDLED = next(
+    # An installed package contains them. In a checkout they are next to it.
     (folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()),
     _PACKAGE / "configs",
 )
-"""The configs that come with jaxspec: inside an installed package, beside the package in a
-checkout."""
+"""Folder of the bundled configs, in an installed package or a checkout."""
 
 
 def load_config(
@@ -96,19 +95,18 @@ def load_config(
     used_settings: str = "",
     base: Config | None = None,
 ) -> tuple[Config, str]:
-    """Reads `--config NAME.py[:SCALE]` and the overrides beside it, for `python -m
-    jaxspec.<program>`.
+    """Reads `--config NAME.py[:SCALE]` and overrides.
 
-    Returns the config and the run's name such as `rl_think-tiny`; an empty `workdir` becomes
-    `runs/` and that name. A program that sets the draft itself, and so has use for the settings of
-    every kind, names what it sets in `swept_settings`. One that looks at some settings alone names
-    them in `used_settings`, as in `unused.Unused`; where the draft is not among them, there is
-    none. Of a config beside a `base`, which needs none, only how evaluations are made is taken.
+    Returns the config, and the run's name such as `rl_think-tiny`, which `workdir` defaults to.
+
+    Args:
+      swept_settings: settings of drafts that the program itself sets.
+      used_settings: settings that it reads (empty = all). Without those of drafts, none is kept.
+      base: config of which `--config` replaces the evaluation. It makes `--config` optional.
 
     Raises:
-      ConfigError: no config, an unknown config or scale, a setting that is bad, does not exist or
-        does nothing beside the others, or one of `swept_settings`.
-      SystemExit: 0 after `--help` or `--help all`; 2 after a message, for an unreadable value.
+      ConfigError: A config or scale is unknown, or a setting invalid, unknown or without effect.
+      SystemExit: 0 after `--help` or `--help all`. 2 after a message, for an unreadable value.
     """
     command = f"python -m jaxspec.{program}"
     source, overrides = take_option(argv, command, "config", "NAME.py[:SCALE]")
@@ -126,6 +124,7 @@ def load_config(
             f"no --config; {configs}; try {command} --config rl_think.py, or {command} --help",
         )
         default, name = Config(), ""
+    # Before the overrides, which can then change settings of the algorithm.
     algorithm, overrides = take_option(overrides, command, "algorithm", "|".join(ALGORITHMS))
     if algorithm:
         default = with_algorithm(default, algorithm)
@@ -134,13 +133,15 @@ def load_config(
     if help_kind := _help_request(overrides):
         if help_kind != "all":
             _print_short_help(default, prog, help_text, used_settings, swept_settings)
+        # Other words are dropped: `--help` alone shows the defaults of config and scale.
         overrides, help_text = ["--help"], f"{help_text}\n{_algorithm_help()}"
     config = override_settings(default, overrides, prog, help_text)
     named = _setting_names(overrides)
     swept = ", ".join(f"--{name}" for name in swept_settings if name in named)
-    require(not swept, f"{command} goes through the values of {swept} by itself; leave it out")
+    require(not swept, f"{command} tries the values of {swept} by itself; leave it out")
     if used_settings:
         refuse_idle(named | ({"algorithm"} if algorithm else set()), used_settings, command)
+    # The program reads no draft, so none should be built or checked.
     if used_settings and not includes_setting(used_settings.split(), "rollout.draft.kind"):
         rollout = replace(config.rollout, draft=DraftConfig(kind="none"), lookup=LookupConfig())
         config = replace(config, rollout=rollout)
@@ -152,7 +153,7 @@ def load_config(
 
 
 def _help_request(words: Sequence[str]) -> str:
-    """What help is asked for: `all`, or `short`; empty: none is."""
+    """Returns the requested help: `all`, `short`, or empty for none."""
     for index, word in enumerate(words):
         if word in ("-h", "--help"):
             return "all" if words[index + 1 : index + 2] == ["all"] else "short"
@@ -162,7 +163,7 @@ def _help_request(words: Sequence[str]) -> str:
 def _print_short_help(
     config: Config, prog: str, help_text: str, used_settings: str, swept: Sequence[str]
 ) -> NoReturn:
-    """Prints the settings of `SHORT_HELP` that a program has a use for, and ends it."""
+    """Prints the settings of `SHORT_HELP` that a program reads, and exits."""
     values = flatten_settings(to_json(config))
     names = [
         key
@@ -190,13 +191,14 @@ def _print_short_help(
     lines.append(f"--help all shows all {len(values)} settings.")
     try:
         print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # `--help | head` has seen enough
+    except BrokenPipeError:  # `--help | head` closes the pipe
         silence_stdout()
     raise SystemExit(0)
 
 
 def _merge_evaluation(base: Config, config: Config) -> Config:
-    """A config with the evaluation of another, and room for its prompts."""
+    """Returns `base` with another config's evaluation, and room for its prompts."""
+    # Evaluation sets may have longer prompts than the training data.
     longest = max(base.data.max_prompt_length, config.data.max_prompt_length)
     workers = {name: getattr(config.reward, name) for name in SHARED_SETTINGS["reward"]}
     return replace(
@@ -210,10 +212,9 @@ def _merge_evaluation(base: Config, config: Config) -> Config:
 def take_option(
     argv: Sequence[str], command: str, name: str, form: str, default: str = ""
 ) -> tuple[str, list[str]]:
-    """Returns the value of `--name`, which decides what other options there are, and the words that
-    are left; `form` shows its use.
+    """Splits an option and its value from a command line.
 
-    Ends the program, with status 0, after saying the version where `--version` asks for it.
+    `form` is its usage. `--version` prints the version and exits with status 0.
     """
     usage = f"%(prog)s --{name} {form} ..."
     parser = argparse.ArgumentParser(prog=command, usage=usage, add_help=False, allow_abbrev=False)
@@ -226,12 +227,11 @@ def take_option(
 
 
 def override_settings(default: _T, argv: Sequence[str], prog: str, help_text: str) -> _T:
-    """Returns checked settings with the fields that the command line names exchanged.
+    """Applies the overrides of a command line.
 
     Raises:
-      ConfigError: a value outside its range, values that do not go together, or an option that
-        does not exist.
-      SystemExit: as in `load_config`.
+      ConfigError: A value is out of range, values contradict each other, or an option is unknown.
+      SystemExit: As in `load_config`.
     """
     flags = (tyro.conf.AvoidSubcommands,)
     try:
@@ -243,9 +243,10 @@ def override_settings(default: _T, argv: Sequence[str], prog: str, help_text: st
             default=default,
             config=flags,
             use_underscores=True,
+            # tyro would print unknown options in its own way, without similar names.
             return_unknown_args=True,
         )
-    except BrokenPipeError:  # `--help | head` has seen enough
+    except BrokenPipeError:  # `--help | head` closes the pipe
         silence_stdout()
         raise SystemExit(0) from None
     refuse_unknown_options(unknown, list(option_names(default)), SHORT_HELP)
@@ -253,14 +254,12 @@ def override_settings(default: _T, argv: Sequence[str], prog: str, help_text: st
 
 
 def settle_draft_settings(config: _C, argv: Sequence[str], prefix: str = "") -> _C:
-    """Returns the config for the kind of draft on the command line: a vocabulary or look-up beside
-    it that another kind had is dropped.
+    """Fits settings to the kind of draft on the command line.
 
-    What the command line names stays, for `check.check_config` to judge. Its words are names of
-    settings without `prefix`.
+    Drops unnamed vocabularies and look-ups of other kinds. Names on the command line lack `prefix`.
 
     Raises:
-      ConfigError: settings on the command line that do nothing beside the others.
+      ConfigError: A setting on the command line has no effect.
     """
     named = {prefix + name for name in _setting_names(argv)}
     draft, lookup = config.rollout.draft, config.rollout.lookup
@@ -282,22 +281,23 @@ def settle_draft_settings(config: _C, argv: Sequence[str], prefix: str = "") -> 
 
 
 def _setting_names(argv: Sequence[str]) -> set[str]:
-    """The settings that a command line names: tyro takes `-` for `_`, and `no_` before a flag."""
+    """Returns the settings that a command line names."""
     options = (
         word.partition("=")[0].removeprefix("--").replace("-", "_")
         for word in argv
         if word.startswith("--")
     )
+    # tyro accepts `-` for `_`, and `no_` before a flag.
     return {re.sub(r"\bno_(?=\w+$)", "", option) for option in options}
 
 
 def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
-    """Runs a config file and returns its config at `scale` (empty: the first of its SCALES) with
-    the run's name.
+    """Runs a config file.
+
+    Returns its config at `scale` (empty = the first of its SCALES) and the run's name.
 
     Raises:
-      ConfigError: the file is not Python, raises an error, lacks SCALES or get_config, or does not
-        list the scale.
+      ConfigError: The file is not Python, fails, lacks SCALES or get_config, or has no such scale.
     """
     with _report_in_one_line(path):
         namespace = runpy.run_path(str(path))
@@ -323,6 +323,7 @@ def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
     )
     with _report_in_one_line(path):
         config = namespace["get_config"](scale)
+    # A subclass may skip checks.
     fault = "not a jaxspec.config.Config" + " itself but of a subclass" * isinstance(config, Config)
     require(
         type(config) is Config,
@@ -333,13 +334,12 @@ def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def _report_in_one_line(path: Path) -> Iterator[None]:
-    """Turns what the code of a config file raises, whatever it is, into a message with its place in
-    the file."""
+    """Turns any error of a config file into a message with its line."""
     try:
         yield
     except SyntaxError as error:
         raise ConfigError(f"{path} is not a Python file: {error}") from error
-    # whatever a file raises is its own fault, but for Ctrl-C where it is Python that raises it
+    # A file can raise anything. KeyboardInterrupt is Ctrl-C only under Python's own handler.
     except BaseException as error:
         if (
             isinstance(error, KeyboardInterrupt)
@@ -365,7 +365,7 @@ def _error_text(error: BaseException) -> str:
 
 def _find_config(file: str) -> Path:
     for folder in (Path(), Path("configs"), _BUNDLED):
-        with contextlib.suppress(OSError):  # a name that is too long, links in a circle
+        with contextlib.suppress(OSError):  # the name is too long, or a link circular
             if (folder / file).is_file():
                 return folder / file
     hint = _suggest_name(Path(file).name, _list_configs())

@@ -1,5 +1,4 @@
-"""Settings of data, rewards and evaluation: what is asked, what a response is paid for, and how the
-policy is measured."""
+"""Settings of data, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -13,52 +12,58 @@ from jaxspec.inputs.spec import Count, Natural, Positive
 from jaxspec.rewards.extract import Style
 
 RewardPart = Literal["answer", "stated", "thought", "function"]
+# Finite, but of any sign: a negative weight is a penalty.
 Weight = Annotated[float, Range()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(CheckedConfig, prefix="data."):
-    """Prompts with checkable answers: generated tasks, or rows of a file."""
+    """Prompts with checkable answers.
+
+    They are generated tasks, or rows of a file.
+    """
 
     path: str = ""
-    """Training problems: JSON lines, or parquet (extra `parquet`), in a file; in files of a dataset
-    on the Hugging Face hub, OWNER/NAME:GLOB (OWNER/NAME where it has one); or of a folder,
-    FOLDER:GLOB. Empty: generated tasks."""
+    """File with training problems, as JSON lines or parquet (extra `parquet`); empty = generated
+    tasks. FOLDER:GLOB names files of a folder, and OWNER/NAME:GLOB files of a dataset on the
+    Hugging Face hub. A dataset with one data file needs no GLOB."""
     eval_path: str = ""
-    """Held-out problems, in such files, too; empty: the last `eval_prompts` rows of `path`."""
+    """File with held-out problems, in the same forms. If empty, the last `eval_prompts` rows of
+    `path` are held out."""
     tokenizer: str = ""
-    """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json); empty: that of
-    model.path, else the built-in characters."""
+    """Folder with a Hugging Face tokenizer.json (and tokenizer_config.json). If empty, the
+    tokenizer of model.path is used, or without one the built-in characters."""
     prompt_column: str = "question"
-    """Column of the problem: its text, or the messages of a chat, of which those up to the last of
-    the user are asked. A dot leads into an object: a.b."""
+    """Column with the problem: text, or chat messages up to the last user turn. A dot leads into an
+    object, as in a.b."""
     answer_column: str = "answer"
-    """Column of the reference answer, with dots as well."""
+    """Column with the reference answer. Dots lead into objects, too."""
     prompt_format: str = "chat"
-    """How a problem becomes a prompt: `chat`: by the tokenizer's chat template; `raw`: as it is,
-    for a model that was only taught to go on; or a text of your own with {problem} in it."""
+    """Form of a prompt. `chat` applies the tokenizer's chat template. `raw` is the plain problem,
+    for base models, which have never seen a template. Any other text must contain {problem}, which
+    the problem replaces."""
     answer_style: Style = "hash"
-    """Where the final answer stands: after the last `#` (or `####`), in the last \\boxed{}, on the
-    last `Answer:` line, in `either` of these two, in the last block of `code`; `number`: the last
-    number of the text; `dapo`: DAPO's own rule for that line and what equals it, which is stricter
-    (`42.` is not 42)."""
+    """Place of the final answer: after the last `#` or `####` (hash), in the last \\boxed{}
+    (boxed), on the last `Answer:` line (answer_line), in either of these two (either), in the last
+    block of code (code), or the last number of the text (number). `dapo` is DAPO's own rule for
+    that line and for equality. It is stricter: `42.` is not 42."""
     instruction: str = ""
-    """Text appended to each problem of `path`, such as how to mark the final answer. With
-    answer_style code, {test} in it stands for the first of a row's asserts, which names the
+    """Text appended to each problem of `path`, for example how to mark the final answer. With
+    answer_style code, {test} in it stands for the first assert of the row, which names the
     function."""
     max_prompt_length: Annotated[int, Range(min=2)] = 8
-    """Longest prompt, in tokens; longer problems are left out and counted."""
+    """Longest prompt, in tokens. Longer problems are left out and counted."""
     task: Literal["add", "subtract", "mixed", "programs"] = "add"
-    """Family of the generated tasks: arithmetic, or `programs`: functions to write from a list of
-    steps, in answer_style code."""
+    """Family of generated tasks: arithmetic, or `programs`. The latter are functions to write from
+    a list of steps, and need answer_style code."""
     digits: Annotated[int, Range(min=1, max=4)] = 2
-    """Difficulty of the generated tasks: digits of the operands, or steps of a program, 1 to
-    4."""
+    """Difficulty of generated tasks, 1 to 4: digits of the operands, or steps of a program."""
     eval_prompts: Count = 64
-    """Held-out problems, at most."""
+    """Maximum number of held-out problems."""
 
     def check(self) -> None:
         require(
+            # A literal type would exclude the user's own texts.
             self.prompt_format in ("chat", "raw") or "{problem}" in self.prompt_format,
             f"data.prompt_format is {self.prompt_format!r}; it must be chat, raw, or a text with"
             " {problem} in it",
@@ -67,53 +72,63 @@ class DataConfig(CheckedConfig, prefix="data."):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(CheckedConfig, prefix="reward."):
-    """What a response is paid for."""
+    """Rewards of responses."""
 
     verifier: Literal["exact", "math", "code"] = "exact"
-    """When an answer is right: `exact`: it equals the reference as text or number; `math`: or as
-    mathematics, by math-verify (extra `math`); `code`: as a program, the reference's tests pass."""
+    """Rule for correct answers: equal text or numbers (exact), also mathematical equality by
+    math-verify, extra `math` (math), or a program that passes the tests of the reference (code)."""
     run_code: bool = False
-    """Run programs that the policy writes, which `code` needs."""
+    """Permission to run programs that the policy writes. `code` needs it, since such programs are
+    contained only as far as the system can."""
     function: str = ""
-    """A function of your own, as package.module:name or file.py:name: function(prompts, responses,
-    answers, rows), lists of one length, returns a number for each, or (number, outcome); may be
-    async. Functions with the parameters of verl's compute_score or of TRL's are called as there."""
+    """Your own reward function, as package.module:name or file.py:name. It is called as
+    function(prompts, responses, answers, rows), with lists of one length. It returns for each
+    response a number, or a pair (number, outcome). It may be async. Functions with the parameters
+    of verl's compute_score, or of TRL's rewards, are called as in those projects."""
     parts: tuple[RewardPart, ...] = ()
-    """What is added up: `answer` is 1 where the verifier accepts it, `stated` where there is one in
-    data.answer_style, `thought` where <think>...</think> comes first, once, and something after it;
-    `function`. Empty: the function if there is one, else the answer."""
+    """Parts of the reward, which are added. `answer` is 1 if the verifier accepts the answer.
+    `stated` is 1 if there is an answer in data.answer_style. `thought` is 1 if the response begins
+    with one <think>...</think> and continues after it. `function` is the value of your function. If
+    empty, the reward is the function's value, or without a function the answer's."""
     weights: tuple[Weight, ...] = ()
-    """Of each of the parts; empty: 1."""
+    """Weight of each part. If empty, all are 1."""
     workers: Natural = 0
-    """Processes of each process of the run, at most 4 for each core and one for each 512 MiB of
-    memory; 0: a core less than there are, at most 8."""
+    """Worker processes per process of the run, at most 4 per core and one per 512 MiB of memory. 0
+    = one less than there are cores, at most 8."""
     deadline: Positive = 3.0
-    """Seconds for one answer, or one call of the function. An answer that the verifier is late with
-    counts as wrong, as `timeout`; rows that the function is late with are left out."""
+    """Seconds for one answer, or for one call of the function. An answer that takes longer counts
+    as wrong, as `timeout`, since otherwise a hanging verifier would pay. Rows of a late function
+    are left out."""
     rows: Count = 32
-    """Responses that the function is called with, at most."""
+    """Maximum number of responses per call of the function."""
     max_failed: Annotated[float, Range(min=0, max=1)] = 0.1
-    """Share of a rollout's responses that nothing may be known of before the run ends: the function
-    failed on them, or others of the batch took all its time."""
+    """Share of a rollout's responses that may have no reward before the run ends. They have none if
+    the function fails on them, or if other responses of the batch take all its time."""
 
     def check(self) -> None:
         require(
+            # Running foreign programs needs the user's consent, not only a verifier's name.
             self.verifier != "code" or self.run_code,
             "reward.verifier code runs programs that the policy writes, in processes that are"
             " contained as far as this system can (docs/rewards.md); say so with"
             " --reward.run_code",
         )
+        # Without parts, the function is the only part.
         has_function, has_parts = bool(self.function), bool(self.parts)
         require(
+            # A function without its part would never be called, and a part without function has no
+            # value.
             not has_parts or has_function == ("function" in self.parts),
             f"reward.parts is {', '.join(self.parts)} and reward.function {self.function!r}; name"
             " a function and the part `function`, or neither",
         )
         require(
+            # A repeated part would count twice. Weights are the way to say so.
             len(set(self.parts)) == len(self.parts),
             f"reward.parts is {', '.join(self.parts)}; name each part once",
         )
         require(
+            # Uses the resolved parts, since weights can also be given for the default part.
             len(self.weights) in (0, len(self.all_parts)),
             f"reward.weights has {len(self.weights)} numbers for the parts"
             f" {', '.join(self.all_parts)}; give one for each, or none",
@@ -121,31 +136,35 @@ class RewardConfig(CheckedConfig, prefix="reward."):
 
     @property
     def all_parts(self) -> tuple[RewardPart, ...]:
-        """What is added up, by default too."""
+        """Parts of the reward, with the default resolved."""
         return self.parts or (("function",) if self.function else ("answer",))
 
     @property
     def all_weights(self) -> tuple[float, ...]:
-        """Of each of them."""
+        """Weight of each part, with the default resolved."""
         return self.weights or (1.0,) * len(self.all_parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetConfig(CheckedConfig, prefix="set."):
-    """A named set of problems with rewards of its own, for `mixture` and `eval.sets`."""
+    """Named set of problems with its own rewards.
+
+    `mixture` and `eval.sets` list such sets.
+    """
 
     name: str
-    """What metrics and results call it: letters, digits, `_`, `-` and dots."""
+    """Name in metrics and results: letters, digits, `_`, `-` and dots."""
     weight: Positive = 1.0
-    """How often its problems are asked, as a share of the sum of the weights of a mixture."""
+    """Frequency of its problems, relative to the sum of weights in a mixture."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Its problems; data.tokenizer, data.prompt_format and data.max_prompt_length are the run's."""
+    """Problems. data.tokenizer, data.prompt_format and data.max_prompt_length are those of the
+    run."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """What its responses are paid for; reward.workers, reward.deadline and reward.max_failed are
-    the run's."""
+    """Rewards. reward.workers, reward.deadline and reward.max_failed are those of the run."""
 
     def check(self) -> None:
         require(
+            # Names become keys of metrics, where a slash separates parts.
             re.fullmatch(r"[\w.-]+", self.name) is not None,
             f"a set is called {self.name!r}; a name has letters, digits, `_`, `-` and dots",
         )
@@ -153,45 +172,49 @@ class SetConfig(CheckedConfig, prefix="set."):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(CheckedConfig, prefix="eval."):
-    """How the policy is measured: in a run every so often, and by `jaxspec.evaluate`."""
+    """Evaluation during a run, and by `jaxspec.evaluate`."""
 
     every: Count = 20
-    """Batches between evaluations (first and last always)."""
+    """Batches between evaluations. The first and last batch are always evaluated."""
     samples: Natural = 0
-    """Answers to each problem (k of avg@k, pass@k and cons@k); 0: batch.group_size. In a run,
-    multiples of that take no other program."""
+    """Answers per problem, the k of avg@k, pass@k and cons@k (0 = batch.group_size). During a run,
+    multiples of batch.group_size reuse the program that trains."""
     temperature: Temperature | Literal["same"] = "same"
-    """Sampling temperature; `same`: rollout.temperature. In a run, another one is one more program
-    to compile, and so are all settings down to `stop`."""
+    """Sampling temperature. `same` = rollout.temperature. During a run, any other value compiles
+    one more program, and so does any change of the settings from here to `stop`."""
     top_k: Natural | Literal["same"] = "same"
-    """As rollout.top_k."""
+    """Like rollout.top_k."""
     top_p: Annotated[float, Range(above=0, max=1)] | Literal["same"] = "same"
-    """As rollout.top_p."""
+    """Like rollout.top_p."""
     min_new_tokens: Natural | Literal["same"] = "same"
-    """As rollout.min_new_tokens."""
+    """Like rollout.min_new_tokens."""
     max_new_tokens: Natural = 0
-    """Longest response, in tokens; 0: rollout.max_new_tokens."""
+    """Longest response, in tokens. 0 = rollout.max_new_tokens."""
     stop: Literal["same"] | tuple[str, ...] = "same"
-    """As rollout.stop; without a text: responses end by their end tokens alone."""
+    """Like rollout.stop. Without texts, responses end only at end tokens."""
     keep_best: str = ""
-    """A metric, such as held_out/avg@8: the checkpoint that has most of it is kept in the folder
-    `best` of the run. Empty: none is."""
+    """Metric such as held_out/avg@8, whose best checkpoint is kept in the run's folder `best`. If
+    empty, none is kept."""
     sets: tuple[SetConfig, ...] = ()
-    """Named sets of problems, of which all are asked; a config file lists them, and the command
-    line may change them: --eval.sets.0.data.path FILE. Empty: the held-out problems."""
+    """Named sets of problems, all of which are asked. A config file lists them, and the command
+    line can change them: --eval.sets.0.data.path FILE. If empty, the held-out problems are
+    asked."""
 
     def check(self) -> None:
+        # `same` would otherwise be read as a list of four letters.
         if self.stop != "same":
             require_stop_strings("eval.stop", self.stop)
         require_unique(self.sets, "eval.sets")
         require(
+            # Every problem of every set is asked, so weights cannot change anything.
             all(dataset.weight == 1 for dataset in self.sets),
             "eval.sets have weights, which only a mixture has a use for; leave them out",
         )
 
 
 def require_unique(sets: tuple[SetConfig, ...], setting: str) -> None:
-    """Refuses sets of the same name."""
+    """Raises ConfigError if two sets share a name."""
+    # Metrics and results of two sets with one name would overwrite each other.
     names = [dataset.name for dataset in sets]
     require(
         len(set(names)) == len(names),

@@ -1,4 +1,4 @@
-"""What the checkpoints that a config names say of it, and the draft that one of them holds."""
+"""Resolution of configs by their checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,69 +30,74 @@ _MODEL, _DRAFT, _LORA = "model.path", "rollout.draft.path", "lora.path"
 
 
 def resolve_config(config: Config, report: Reporter) -> ResolvedConfig:
-    """The config with what its checkpoints say in place of what it says of them.
+    """Replaces settings by the facts of the config's checkpoints.
 
-    `rollout.draft.vocab` auto becomes a number, where the draft can have a vocabulary of its own.
-
-    A policy with layers of its own that draft (MTP) lends them to a draft of that kind. `report` is
-    told how what is ambiguous was read.
+    If the draft can have its own vocabulary, `rollout.draft.vocab auto` becomes a number. MTP
+    layers of the policy's checkpoint become its draft if the kind is mtp. `report` receives a
+    message for each ambiguity.
 
     Raises:
-      ConfigError: a folder, a file or a key is missing, or a checkpoint is of a kind that is not
-        supported.
+      ConfigError: A folder, a file or a key is missing, or a kind of checkpoint is not supported.
     """
+    # Expanded once, here, so that all readers and digests see the same paths.
     config = ResolvedConfig.from_config(expand_home(config))
     if config.model.path:
         model = load_policy_config(config.model)
+        # The tokenizer set by the user wins over that of the checkpoint.
         tokenizer = config.data.tokenizer or str(find_folder(model.path, _MODEL))
         config = replace(config, model=model, data=replace(config.data, tokenizer=tokenizer))
         _report_unread_weights(model.path, _MODEL, WEIGHTS_FILE, report)
     if config.lora.path:
-        # what is wrong is named before anything else reads it
+        # First, so that errors in the folder are reported before anything else reads it.
         _report_unread_weights(config.lora.path, _LORA, ADAPTER_FILE, report)
         config = replace(config, lora=replace(config.lora, path=absolute_path(config.lora.path)))
     draft = config.rollout.draft
+    # A path of the user's draft wins over layers in the policy's checkpoint.
     for kind, layers in () if draft.path else _native_drafts(config.model):
         if draft.kind == kind:
             draft = replace(draft, path=config.model.path)
         else:
             report(
-                f"{config.model.path} has {layers} {kind.upper()} layers of its own, which are left"
-                f" out; --rollout.draft.kind {kind} drafts with them"
+                f"{config.model.path} has {layers} {kind.upper()} layers, which are not used;"
+                f" --rollout.draft.kind {kind} drafts with them"
             )
     return _resolve_draft(config, draft.path, report) if draft.path else _resolve_vocabulary(config)
 
 
 def _resolve_vocabulary(config: ResolvedConfig) -> ResolvedConfig:
-    """The config with the size of the draft's own vocabulary, where it can have one."""
+    """Resolves the size of the draft's own vocabulary."""
+    # Comes after the policy, whose vocabulary decides.
     draft, policy_vocab = config.rollout.draft, config.model.vocab
     if draft.vocab != "auto" or "rollout.draft.vocab" not in get_kind(draft.kind).settings:
         return config
+    # Offline training selects the tokens, so without it there is no such vocabulary.
     is_large = config.offline.steps > 0 and policy_vocab > LARGE_VOCAB
-    # a multiple of 128 can be split over `tensor`
+    # A multiple of 128 can be sharded over `tensor`.
     draft_vocab = min(policy_vocab // 512 * 128, PUBLISHED_VOCAB) if is_large else 0
     return replace(config, rollout=replace(config.rollout, draft=replace(draft, vocab=draft_vocab)))
 
 
 def _resolve_draft(config: ResolvedConfig, path: str, report: Reporter) -> ResolvedConfig:
-    """The config with what the folder of its draft says."""
+    """Resolves the draft by its folder."""
     draft = config.rollout.draft
     names = [name for name in get_args(DraftKind) if get_kind(name).learned]
     require(
+        # Kinds without weights would silently ignore the folder.
         draft.is_learned,
         f"{_DRAFT} {path} is for drafts of kind {', '.join(names[:-1])} and {names[-1]};"
         f" rollout.draft.kind is {draft.kind}",
     )
     folder = find_folder(path, _DRAFT)
+    # The policy's own folder was reported already, and its layers are read by name.
     if path != config.model.path:
         _report_unread_weights(path, _DRAFT, WEIGHTS_FILE, report)
     draft = replace(draft, path=absolute_path(path))
+    # `draft_spec` below reads the absolute path.
     config = replace(config, rollout=replace(config.rollout, draft=draft))
     spec = get_learned(draft.kind).resolve_spec(config.draft_spec, folder, report)
     draft_model, policy = spec.decoder, config.model
-    if (
-        policy.rope_factor != 1 and draft_model is not None
-    ):  # a draft's positions follow the policy's
+    # A draft's positions must be scaled like the policy's.
+    if policy.rope_factor != 1 and draft_model is not None:
         draft_model = replace(draft_model, rope_factor=policy.rope_factor, rope=policy.rope)
     draft = replace(
         draft,
@@ -106,7 +111,8 @@ def _resolve_draft(config: ResolvedConfig, path: str, report: Reporter) -> Resol
 
 
 def _report_unread_weights(path: str, setting: str, name: str, report: Reporter) -> None:
-    """Says which weights of a folder are left unread, since it may hold those of two trainings."""
+    """Reports weights that are not read."""
+    # A folder may hold the weights of two trainings, of which only one is read.
     folder = find_folder(path, setting)
     unread = list_unread_weights(folder, name)
     if ADAPTER_FILE in unread:
@@ -114,14 +120,14 @@ def _report_unread_weights(path: str, setting: str, name: str, report: Reporter)
             f"{setting} {path}: the adapters in {ADAPTER_FILE} are not merged; --{_LORA} {path}"
             " merges them"
         )
+    # Adapters have a remedy of their own, in the message above.
     other_files = [file for file in unread if file != ADAPTER_FILE]
     if other_files:
-        report(f"{setting} {path}: {name} or its index is read, and not {join_names(other_files)}")
+        report(f"{setting} {path}: {name} or its index is read, but not {join_names(other_files)}")
 
 
 def expand_home(config: Config) -> Config:
-    """The config with home directories for `~` in the names of its data, whoever reads or digests
-    them."""
+    """Expands `~` in the names of data files and of the tokenizer."""
 
     def expand_path(text: str, name: str) -> str:
         return str(expand_user_path(text, name)) if text.startswith("~") else text
@@ -150,9 +156,10 @@ def expand_home(config: Config) -> Config:
 
 
 def _native_drafts(model: ModelSpec) -> list[tuple[str, int]]:
-    """Kinds of draft of which the policy's own checkpoint has layers, and how many."""
+    """Returns kinds and numbers of draft layers in the policy's checkpoint."""
     if not model.path:
         return []
+    # Names are in the headers, so no weights are read.
     names = list(open_tensors(find_folder(model.path, _MODEL)))
     kinds = {name: get_kind(name).learned for name in get_args(DraftKind)}
     layer_counts = {
@@ -164,41 +171,42 @@ def _native_drafts(model: ModelSpec) -> list[tuple[str, int]]:
 
 
 def check_folders(config: ResolvedConfig, policy: Decoder, tokens: int) -> None:
-    """Judges the checkpoints that a config names by their headers, so that what is wrong is named
-    before anything is compiled.
+    """Checks the headers of the checkpoints that a config names.
 
-    `policy` has the policy's shapes, and the tokenizer so many tokens.
+    Args:
+      policy: the policy's network, of which only shapes are read.
+      tokens: number of tokens of the tokenizer.
 
     Raises:
-      ConfigError: as `open_policy_checkpoint`, `make_adapter_merger` and `Learned.check_files` do,
-        or a draft has another tokenizer.
+      ConfigError: A checkpoint does not fit its network, or a draft has another tokenizer.
     """
     if config.model.path:
+        # Headers alone, so that errors come before anything is compiled.
         open_policy_checkpoint(config.model, policy)
     if _is_available(config.lora.path):
         make_adapter_merger(config.lora.path, policy)
     draft, tokenizer = config.rollout.draft, config.data.tokenizer
     if _is_available(draft.path):
         folder = find_folder(draft.path, _DRAFT)
+        # A draft proposes token ids, which must mean the same to the policy.
         if tokenizer and str(folder) != tokenizer and (folder / TOKENIZER_FILE).is_file():
             check_same_tokens(Path(tokenizer), folder)
         get_learned(draft.kind).check_files(config.draft_spec, folder, tokens)
 
 
 def _is_available(path: str) -> bool:
-    """Whether a folder is named that is not gone, or an id on the hub.
-
-    A run that is evaluated has its weights in its checkpoints, and needs the folder no more.
-    """
+    """Returns whether a path is an existing folder or a hub id."""
+    # An evaluated run has its weights in its checkpoints, and does not need the folder.
     return bool(path) and (not path.startswith("/") or Path(path).is_dir())
 
 
 def read_draft(config: ResolvedConfig, abstract: PyTree) -> PyTree:
-    """The draft's network of `rollout.draft.path`, in the shapes, types and shardings of
-    `abstract`.
+    """Loads the draft of `rollout.draft.path`.
+
+    Shapes, types and shardings are those of `abstract`.
 
     Raises:
-      ConfigError: tensors are missing, foreign, or of another shape.
+      ConfigError: Tensors are missing, unknown, or of another shape.
     """
     draft = config.rollout.draft
     folder = find_folder(draft.path, _DRAFT)

@@ -1,11 +1,14 @@
-"""Published models as constants; the sizes are those of each model's `config.json` on Hugging
-Face."""
+"""Published models as constants.
+
+The sizes are those of each model's `config.json` on Hugging Face.
+"""
 
 from dataclasses import replace
 
 from jaxspec.inputs.spec import FamilySpec, ModelConfig, ModelSpec, RopeSpec
 
 TINY = ModelConfig(
+    # Room for the built-in characters.
     vocab=40,
     layers=12,
     embed=64,
@@ -16,7 +19,7 @@ TINY = ModelConfig(
     rope_theta=1e4,
     tied=True,
 )
-"""The embedded default: deep and narrow, about 0.5 M parameters, for characters of arithmetic."""
+"""Default model for characters of arithmetic: deep and narrow, about 0.5 M parameters."""
 
 SMOLLM2_135M = ModelConfig(
     vocab=49_152,
@@ -81,12 +84,15 @@ QWEN3_30B_A3B = ModelConfig(
     heads=32,
     kv_heads=4,
     head_size=128,
+    # Width of one expert.
     ffn=768,
     rope_theta=1e6,
     tied=False,
 )
-"""128 experts a layer, each of width `ffn`, and 8 of them a token; that there are experts is said
-by the checkpoint's config.json alone (model.path)."""
+"""Mixture of 128 experts per layer, each of width `ffn`. A token uses 8.
+
+Only the checkpoint's config.json states the experts (model.path).
+"""
 QWEN3_235B_A22B = ModelConfig(
     vocab=151_936,
     layers=94,
@@ -98,8 +104,9 @@ QWEN3_235B_A22B = ModelConfig(
     rope_theta=1e6,
     tied=False,
 )
-"""128 experts a layer, 8 a token, as for QWEN3_30B_A3B."""
+"""Mixture of 128 experts per layer, of which a token uses 8."""
 
+# Settings cannot state experts, so the published numbers are repeated here.
 _EXPERTS = FamilySpec(model_type="qwen3_moe", experts=128, experts_per_token=8)
 _FAMILIES = (
     (QWEN3_0_6B, FamilySpec()),
@@ -110,22 +117,27 @@ _FAMILIES = (
     (QWEN3_235B_A22B, _EXPERTS),
 )
 _POSITIONS = 40_960
-"""Of all of Qwen3, before any stretching."""
+"""Context of all Qwen3 models, before any scaling."""
 
 
 def spec_without_checkpoint(model: ModelConfig) -> ModelSpec:
-    """A model without its checkpoint; where it has the sizes of a published one, with what that
-    one's config.json says beside them: experts, and the positions that it allows for. Fewer layers
-    may be asked for, to see what a layer takes."""
+    """Returns the spec of a model whose checkpoint is not read.
+
+    If it has the sizes of a published model, it gets that model's experts and context. Fewer layers
+    are allowed, to see the memory of a layer.
+    """
+    # Leaves only sizes to compare. The other fields do not identify a model.
     sizes = replace(
         model,
         path="",
         ignore=False,
         rope_factor=1.0,
+        # All published models have the defaults, so any of them can lend these two.
         dtype=QWEN3_8B.dtype,
         remat=QWEN3_8B.remat,
     )
     for published, family in _FAMILIES:
+        # Ignores the number of layers, which the caller may have reduced.
         if replace(sizes, layers=published.layers) == published:
             return ModelSpec(
                 **vars(replace(model, path="")), family=family, rope=RopeSpec(context=_POSITIONS)

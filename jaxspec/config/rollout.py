@@ -1,4 +1,4 @@
-"""Settings of generation: what proposes tokens, how they are verified, and in what memory."""
+"""Settings of generation: sampling, drafts, verification and memory."""
 
 from __future__ import annotations
 
@@ -13,51 +13,57 @@ from jaxspec.inputs.spec import Count, LayerCount, Natural
 
 DraftSampling = Literal["argmax", "sample", "auto"]
 VerifyRule = Literal["block", "token", "coupled"]
+# Logits over a smaller temperature would not be finite.
 Temperature = Annotated[float, Range(min=1e-3, max=1000, or_zero=True)]
-"""Below, what logits are divided by leaves no finite number; at 0 nothing is divided."""
+"""Temperature that divides the logits. 0 = the most likely token."""
+# Plain decoding is a kind of its own, not length 0.
 DraftLength = Annotated[int, Range(min=1, remedy="rollout.draft.kind none is plain decoding")]
+# Each draft reads its whole head. Published heads have 32,000 tokens (SpecForge).
 LARGE_VOCAB, PUBLISHED_VOCAB = 32_768, 32_000
-"""Tokens of a policy beyond which `auto` gives its draft fewer, and the most that it gives.
+"""Threshold and maximum of `rollout.draft.vocab auto`.
 
-Published heads have as many (SpecForge). A head is read whole for each draft."""
+The threshold is the policy's vocabulary above which its draft gets a smaller one.
+"""
 AUTO_LENGTHS = (0, 1, 3, 5)
-"""Draft lengths that `auto` compiles; 0 is plain decoding."""
+"""Draft lengths that `auto` compiles. 0 = plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(CheckedConfig, prefix="rollout.draft."):
-    """What proposes tokens, and how they are drawn."""
+    """Draft model or rule, and sampling from it."""
 
     kind: DraftKind = "eagle3"
-    """`eagle3`: a small head on some of the policy's hidden states; `mtp`: multi-token-prediction
-    layers; `model`: a small decoder; `ngram`, `history`: look-up alone (see rollout.lookup);
-    `none`: plain decoding through the same code."""
+    """Kind of draft: a small head on some of the policy's hidden states (eagle3),
+    multi-token-prediction layers (mtp), a small decoder (model), look-up in existing text without a
+    learned draft (ngram, history), or plain decoding through the same code (none)."""
     draft_length: DraftLength | Literal["auto"] = 3
-    """Tokens drafted a round (K); a round keeps 1 to K+1 tokens. `auto`: each round drafts 0, 1, 3
-    or 5 (0, 3 or 5 on accelerators), whichever promises most tokens a second by what was accepted
-    so far and by what rounds cost on this machine."""
+    """Tokens drafted per round (K), of which a round commits 1 to K+1. `auto` drafts 0, 1, 3 or 5
+    tokens in each round (0, 3 or 5 on accelerators). It takes the length that promises most tokens
+    per second, by the acceptance so far and by the cost of rounds on this machine."""
     sampling: DraftSampling = "auto"
-    """How a learned draft's tokens are taken: the most likely; drawn at `temperature`; drawn at the
-    temperature that the run itself measures to be best for each depth."""
+    """Sampling of draft tokens: the most likely one (argmax), or by chance at `temperature`
+    (sample). `auto` measures the best temperature for each depth during the run, and accepts more
+    than argmax."""
     temperature: Temperature = 1.0
-    """With `sample`: the draft's temperature as a multiple of rollout.temperature."""
+    """Draft temperature for `sample`, as a multiple of rollout.temperature."""
     vocab: Natural | Literal["auto"] = "auto"
-    """EAGLE-3: size of the draft's own vocabulary, chosen by offline training from the policy's
-    samples; 0: the policy's. `auto`: 0, but with offline training a quarter of a vocabulary of more
-    than 32,768 tokens, at most 32,000."""
+    """Size of an EAGLE-3 draft's own vocabulary, which offline training selects from the policy's
+    samples. 0 = the policy's vocabulary. `auto` = 0, or with offline training and more than 32,768
+    tokens a quarter of them, at most 32,000. A smaller head is read faster in each draft."""
     ffn: Natural = 0
-    """Width of the draft's SwiGLU layer; 0: the policy's."""
+    """Width of the draft's SwiGLU layer. 0 = the policy's."""
     layers: LayerCount = 1
     """Layers of `mtp` (depth i uses layer i mod layers) or of `model`."""
     embedding_first: bool = True
-    """MTP: concatenate [embedding, hidden] as DeepSeek does; False: [hidden, embedding] as MiMo
-    does."""
+    """MTP: order of concatenation. True = [embedding, hidden] as in DeepSeek, False = [hidden,
+    embedding] as in MiMo."""
     path: str = ""
-    """Folder (or hub id) of a trained draft, whose config.json sets its sizes and form: an EAGLE-3
-    head, MTP layers, or a small model."""
+    """Folder or hub id of a trained draft: an EAGLE-3 head, MTP layers or a small model. Its
+    config.json sets sizes and form."""
     tap_convention: Literal["auto", "boundary", "output_of"] = "auto"
-    """What layer numbers in that folder count: layers applied (vLLM, speculators), or the layer
-    whose output is read (SpecForge)."""
+    """Meaning of layer numbers in that folder. `boundary` counts the layers applied (vLLM,
+    speculators). `output_of` names the layer whose output is read (SpecForge). `auto` decides by
+    the folder's format."""
 
     def check(self) -> None:
         message = (
@@ -65,29 +71,34 @@ class DraftConfig(CheckedConfig, prefix="rollout.draft."):
             " finds them in some only"
         )
         require(
+            # Plain decoding is exempt: it has no length, so `auto` has no effect there.
             not self.length_choices or self.is_learned or not self.is_enabled,
             f"{message}; give a number, such as 5",
         )
 
     @property
     def length_choices(self) -> tuple[int, ...]:
-        """Draft lengths among which each round chooses; empty: it is always the same."""
+        """Draft lengths that each round chooses from; empty if it is fixed."""
         return AUTO_LENGTHS if self.draft_length == "auto" else ()
 
     @property
     def max_draft_length(self) -> int:
-        """The most tokens that a round drafts."""
+        """Maximum number of tokens drafted per round."""
+        # Buffers must have room for the longest choice.
         return AUTO_LENGTHS[-1] if isinstance(self.draft_length, str) else self.draft_length
 
     @property
     def draft_vocab(self) -> int:
-        """Size of the draft's own vocabulary; 0: it has the policy's. `auto` counts as 0 until it
-        is resolved."""
+        """Size of the draft's own vocabulary, 0 for the policy's.
+
+        An unresolved `auto` counts as 0.
+        """
+        # Resolving `auto` takes the policy's vocabulary, which only its checkpoint knows.
         return 0 if isinstance(self.vocab, str) else self.vocab
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is proposed; False: plain decoding."""
+        """Whether tokens are drafted. False = plain decoding."""
         return self.kind != "none"
 
     @property
@@ -98,58 +109,63 @@ class DraftConfig(CheckedConfig, prefix="rollout.draft."):
 
 @dataclass(frozen=True, kw_only=True)
 class LookupConfig(CheckedConfig, prefix="rollout.lookup."):
-    """Drafts found in text that is there already: of the row itself, or of other answers to its
-    prompt."""
+    """Drafts from existing text.
+
+    The text is the row's own, or other answers to its prompt.
+    """
 
     beside: LookupKind = "none"
-    """Look-up beside a learned draft: a row uses it where it offers a whole block, else the learned
-    draft."""
+    """Look-up in addition to a learned draft. A row uses it if it offers a full block, and the
+    learned draft otherwise."""
     rule: Literal["vllm", "hf", "latest"] = "vllm"
-    """N-gram: longest match, earliest occurrence (`vllm`); the same, cut at an end token (`hf`);
-    longest match, latest occurrence."""
+    """Choice among n-gram matches: the longest and earliest (`vllm`), the same cut at an end token
+    (`hf`), or the longest and latest (`latest`)."""
     min_match: Count = 2
-    """Shortest run of tokens, at the end of the text, that is looked for."""
+    """Shortest n-gram at the end of the text that is searched for, in tokens."""
     max_match: Count = 5
-    """Longest run of tokens that is compared."""
+    """Longest n-gram that is compared, in tokens."""
     past: Natural = 2
-    """History: answers of the last epoch that are kept for each prompt; 0: only its sibling
-    rows."""
+    """History: answers of the last epoch kept per prompt. 0 = only the other rows of the group are
+    searched."""
 
     def check(self) -> None:
         message = (
             f"rollout.lookup.min_match {self.min_match} is above rollout.lookup.max_match"
             f" {self.max_match}"
         )
+        # No n-gram would be compared otherwise.
         require(self.min_match <= self.max_match, f"{message}; lower the first or raise the second")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(CheckedConfig, prefix="rollout.engine."):
-    """Memory and loops of generation; nothing here changes a token's distribution, and in coupled
-    mode no token."""
+    """Memory and loops of generation.
+
+    Nothing here changes the distribution of tokens. In coupled mode no token changes.
+    """
 
     slots: Count | Literal["auto"] = "auto"
-    """Rows that a data shard generates at once; further ones wait until a slot is free. `auto`:
-    256, on an accelerator fewer where its memory holds fewer."""
+    """Rows that a data shard generates at the same time. Further rows wait until a slot is free.
+    `auto` = 256, or fewer if an accelerator's memory holds fewer."""
     page_size: Natural | Literal["auto"] = "auto"
-    """Positions of a page of keys and values; 0: a page is as long as a row. Smaller pages let the
-    rows of a group share their prompt, at the price of gathering them. `auto`: 64 on an
-    accelerator, 0 on a CPU."""
+    """Positions per page of the key-value cache. 0 = one page per row, which needs no gathering.
+    Smaller pages let the rows of a group share their prompt. `auto` = 64 on accelerators, and 0 on
+    CPUs, where that is the fastest."""
     pages: Natural = 0
-    """Pages of a data shard, with page_size; 0: as many as prompts and slots can need, on an
-    accelerator as far as its memory holds them. With fewer, a row may lose its pages for a while,
-    and reads its text again later."""
+    """Pages per data shard, if page_size is set. 0 = as many as prompts and slots can need, limited
+    on accelerators by their memory. With fewer, rows may be preempted and recomputed later."""
     tail: bool = True
-    """Whether the last rows of a batch move to smaller loops, of a quarter and a sixteenth of the
-    slots, on accelerators to one of an eighth."""
+    """Whether the last rows of a batch move to smaller loops, so that a round costs only as much as
+    they need. These have a quarter and a sixteenth of the slots, on accelerators an eighth. Without
+    them the program compiles faster."""
     stack_layers: bool = False
-    """Whether the policy's layers share one body, which a loop runs for each. It compiles in about
-    half the time, for deep models or many draft lengths; rounds are slower, on NVIDIA GPUs by 7 to
-    15 % as counted, since the loop stays out of CUDA graphs."""
+    """Whether the policy's layers share one compiled body in a loop. This halves compile time,
+    which helps deep models and several draft lengths. Rounds are slower: on NVIDIA GPUs by an
+    estimated 7 to 15 %, since the loop stays outside CUDA graphs."""
     command_buffers: bool = False
-    """Whether programs that generate run as CUDA graphs with their loops inside, so that the host
-    reads no condition back between rounds (learning's loops too, in one program with it); for
-    NVIDIA GPUs, and not yet measured on one."""
+    """Whether programs that generate run as CUDA graphs that contain their loops, so that the host
+    reads no condition between rounds. In a fused step this includes the learner's loops. For NVIDIA
+    GPUs, and off because it has not been measured on one."""
 
     def check(self) -> None:
         remedy = "give a page size too, 64 for example, or leave pages 0"
@@ -159,6 +175,7 @@ class EngineConfig(CheckedConfig, prefix="rollout.engine."):
             f"{message}, but page_size 0 makes a page of every row; {remedy}",
         )
         require(
+            # The size that `auto` resolves to differs between accelerators and CPUs.
             self.pages == 0 or self.page_size != "auto",
             f"{message}, and of what size is left to page_size auto; {remedy}",
         )
@@ -166,39 +183,43 @@ class EngineConfig(CheckedConfig, prefix="rollout.engine."):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(CheckedConfig, prefix="rollout."):
-    """How responses are generated; the policy's distribution is what `temperature`, `top_k`,
-    `top_p`, `min_p`, `min_new_tokens` and `banned` leave of it, truncated in this order."""
+    """Generation of responses.
+
+    `temperature`, `top_k`, `top_p`, `min_p`, `min_new_tokens` and `banned` define the policy's
+    distribution, truncated in this order.
+    """
 
     max_new_tokens: Count = 28
     """Longest response, in tokens."""
     min_new_tokens: Natural = 0
-    """Tokens before an end token may be sampled."""
+    """Tokens before an end token can be sampled."""
     temperature: Temperature = 1.0
-    """Sampling temperature; rollout and learner divide the logits by it alike. 0: the most likely
-    token (not for training)."""
+    """Sampling temperature, which divides the logits in rollout and learner alike. 0 = the most
+    likely token, which is not for training."""
     top_k: Natural = 0
-    """Sample from the k most likely tokens; 0: from all."""
+    """Number of most likely tokens to sample from. 0 = all."""
     top_p: Annotated[float, Range(above=0, max=1)] = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities reach this sum; 1:
-    from all."""
+    """Probability that the smallest set of most likely tokens to sample from must reach. 1 = all
+    tokens."""
     min_p: Annotated[float, Range(min=0, max=1)] = 0.0
-    """Sample from tokens at least this share as likely as the most likely one; 0: from all."""
+    """Lowest probability to sample, relative to the most likely token (arXiv 2407.01082). 0 = all
+    tokens."""
     banned: tuple[Natural, ...] = ()
     """Token ids that are never sampled."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, with the token in which its text first contains one of them
-    (before min_new_tokens they are passed over). They are taken as they are: in bash a line break
-    is $'\\n'. The name of a special token stands for that token."""
+    """Texts that end a response, together with the token that completes one of them. Before
+    min_new_tokens they are ignored. Texts have no escapes: in bash a line break is $'\\n'. The name
+    of a special token stands for that token."""
     stop_ids: tuple[Natural, ...] = ()
-    """Token ids that end a response, beside those that the tokenizer's files name."""
+    """Token ids that end a response, in addition to those in the tokenizer's files."""
     enable_thinking: bool = True
-    """What the chat template is told of `enable_thinking`: False asks models that can (Qwen3) to
-    answer without thinking first."""
+    """Value of `enable_thinking` in the chat template. False asks models such as Qwen3 to answer
+    without thinking first."""
     verify: VerifyRule = "block"
-    """Lossless rule: `block` keeps the most drafts, `token` verifies them one by one; `coupled`
-    gives the very tokens of plain decoding."""
+    """Lossless rule of verification. `block` accepts most drafts. `token` verifies them one by one.
+    `coupled` yields exactly the tokens of plain decoding."""
     slice_rounds: Count = 8
-    """With --staged, rounds between two looks at signals."""
+    """Rounds between two checks for signals, with --staged."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
@@ -210,26 +231,30 @@ class RolloutConfig(CheckedConfig, prefix="rollout."):
             f" {self.max_new_tokens}"
         )
         require(
+            # Otherwise the length limit would cut every response before its end token.
             self.min_new_tokens < self.max_new_tokens,
             f"{message}; lower the first or raise the second",
         )
 
     @property
     def lookup_kind(self) -> str:
-        """The look-up in use, alone or beside a learned draft."""
+        """Look-up in use, alone or next to a draft."""
+        # A kind that is a look-up itself takes precedence over `beside`.
         sole_lookup = get_kind(self.draft.kind).lookup_name
         return sole_lookup if sole_lookup != "none" else self.lookup.beside
 
     @property
     def past_answers(self) -> int:
-        """Earlier answers that a prompt brings along."""
+        """Earlier answers stored per prompt."""
+        # N-grams search the row alone. Storing answers for them would waste memory.
         return self.lookup.past if get_kind(self.lookup_kind).reads_history else 0
 
 
 def require_stop_strings(name: str, strings: Iterable[str]) -> None:
-    """Refuses stop strings that no response can contain."""
+    """Raises ConfigError for a text that no response can contain."""
     for text in strings:
         require(
+            # Responses are matched as bytes of UTF-8. An empty text would end each at once.
             bool(text) and is_valid_utf8(text),
             f"{name} has {format_value(text)}; each must be a text in UTF-8 of a character or more",
         )

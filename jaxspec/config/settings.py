@@ -1,5 +1,4 @@
-"""Every setting, typed and frozen, with the checks of each class (`rollout.py` has those of
-generation, `check.py` what crosses classes), and a run as it is built from them."""
+"""Every setting of a run, with the checks within each class."""
 
 from __future__ import annotations
 
@@ -82,58 +81,58 @@ __all__ = [
 ]
 
 SHARED_SETTINGS = {
+    # One program, tokenizer and pool of workers serves all sets.
     "data": ("tokenizer", "prompt_format", "max_prompt_length"),
     "reward": ("workers", "deadline", "max_failed"),
 }
 """Settings that all sets of problems share."""
 Seed = Annotated[int, Range(min=0, max=2**32 - 1)]
-"""What numpy, JAX and grain all tell apart."""
+"""Seed that numpy, JAX and grain all accept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTrainingConfig(CheckedConfig, prefix="draft_training."):
-    """How a learned draft is trained, offline before the run and online during it."""
+    """Training of a learned draft, before and during the run."""
 
     loss: Literal["ce", "kl", "lk", "lambda", "tv"] = "ce"
-    """Soft cross-entropy, KL divergence, or acceptance itself: `lk` -log sum min(target, draft),
-    `tv` one minus that sum, `lambda` from KL to `tv` as acceptance grows."""
+    """Loss: soft cross-entropy (ce), KL divergence (kl), or the acceptance a = sum min(target,
+    draft) itself, by -log a (lk), 1 - a (tv), or from KL to tv as acceptance grows (lambda)."""
     ttt_steps: Count = 3
-    """Depths of the training-time-test unroll (EAGLE-3, MTP): step i trains on the draft's own
+    """Depths of the training-time-test unroll (EAGLE-3, MTP). Deeper ones train on the draft's own
     states."""
     decay: Annotated[float, Range(above=0, max=1)] = 0.8
-    """Weight of depth i in the draft loss is `decay**i`."""
+    """Base of the depth weights in the draft loss: depth i has weight `decay**i`."""
     online: bool = True
-    """Whether the draft is trained during the run, on the learner's own detached hidden states."""
+    """Whether the draft is trained during the run, on detached hidden states of the learner."""
     every: Count | Literal["auto"] = 1
-    """Batches from one online update of the draft to the next; `auto`: it learns while acceptance
-    still rises, or has fallen behind its best."""
+    """Batches between online updates. `auto` = as long as acceptance rises, or is behind its
+    best."""
     alarm: Annotated[float, Range(min=0, max=1)] = 0.3
-    """Where acceptance_length falls by more than this share from one batch to the next, a warning
-    says what to look at; 1: never."""
+    """Relative drop of acceptance_length between batches that triggers a warning. 1 = never."""
     learning_rate: Rate = "auto"
-    """AdamW learning rate of the online update; auto: 1e-4 with a loaded policy, 4e-4 with a small
-    one that is made here."""
+    """AdamW learning rate of online updates (auto: 1e-4 if the policy is loaded, else 4e-4)."""
     grad_clip: Positive = 0.5
-    """Global-norm clip of the draft's gradient, apart from the policy's."""
+    """Maximum global norm of the draft's gradient, apart from the policy's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(CheckedConfig, prefix="batch."):
-    """What is generated and learnt from at once, in groups (GRPO, arXiv 2402.03300)."""
+    """Groups of a batch (GRPO, arXiv 2402.03300)."""
 
     prompts: Count = 16
-    """Prompts a batch."""
+    """Prompts per batch."""
     group_size: Count = 8
-    """Responses to each prompt (G); rows = prompts x G."""
+    """Responses per prompt (G). A batch has prompts x G rows."""
     mini_batches: Count = 1
-    """Parts of the prompts into which a batch is divided, one update for each."""
+    """Mini-batches per batch, each with an equal share of the prompts and one update."""
     epochs: Count = 1
-    """How often a batch is learnt from; updates a batch = mini_batches x epochs."""
+    """Passes over each batch. Updates per batch = mini_batches x epochs."""
     micro_tokens: Natural = 0
-    """Positions that each data shard reads at once to learn (a micro-batch), at least those of the
-    longest row; 0: chosen by what memory allows. It changes nothing but rounding."""
+    """Tokens per micro-batch on each data shard, at least the longest row. 0 = as many as fit in
+    memory. Affects rounding only."""
 
     def check(self) -> None:
+        # Built only on failure, since listing divisors takes a while.
         if self.prompts % self.mini_batches:
             raise ConfigError(
                 f"batch.mini_batches {self.mini_batches} does not divide batch.prompts"
@@ -143,18 +142,18 @@ class BatchConfig(CheckedConfig, prefix="batch."):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(CheckedConfig, prefix="mesh."):
-    """Devices as `data` x `expert` x `tensor`."""
+    """Device mesh with axes `data` x `expert` x `tensor`."""
 
     data: Natural = 0
-    """Shards of the rows (and of the stored weights); 0: as many as fit the devices."""
+    """Shards of the rows, and of the stored weights. 0 = as many as fit the devices."""
     expert: Count = 1
-    """Members of a data shard, which hold its rows and a model's experts between them. What other
-    settings say of a data shard (slots, pages, micro-batches) is then of each."""
+    """Members of a data shard, which split its rows and the model's experts. Settings per data
+    shard (slots, pages, micro-batches) then apply to each member."""
     tensor: Count = 1
-    """Shards of heads, ffn and vocabulary."""
+    """Shards of heads, feed-forward width and vocabulary."""
     shard_above: Annotated[int, Range(min=0, max=2**63 - 1)] = 2**22
-    """Weights with at least so many elements are stored sharded over `data` too; gathering smaller
-    ones costs more than it saves."""
+    """Elements from which a weight is stored sharded over `data` too. Gathering smaller weights
+    costs more than it saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +161,15 @@ class SftConfig(CheckedConfig, prefix="sft."):
     """Supervised warm start of the embedded model (`train_sft`)."""
 
     steps: Natural = 360
-    """Updates; 0 starts from random weights."""
+    """Updates of the warm start. 0 = random weights."""
     rows: Count = 64
-    """Sequences a batch."""
+    """Sequences per batch."""
     learning_rate: Positive = 4e-3
-    """Peak AdamW learning rate; cosine decay to a tenth."""
+    """Peak AdamW learning rate, with cosine decay to a tenth."""
     format: Literal["worked", "text"] = "worked"
-    """`worked` solves each prompt step by step (some steps wrong); `text` is a mixed corpus to
-    continue."""
+    """`worked` solves each prompt step by step, `text` is a mixed corpus to continue."""
     wrong_steps: Annotated[float, Range(min=0, below=1)] = 0.3
-    """Share of worked steps that are wrong, so that the start is imperfect."""
+    """Share of worked steps that are wrong, so that RL has something to improve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,48 +177,49 @@ class OfflineConfig(CheckedConfig, prefix="offline."):
     """Offline training of the draft on the policy's own responses (`train_draft`)."""
 
     samples: Count = 2048
-    """Responses sampled from the policy on the training prompts; the last sixteenth, at least a
-    batch, is held out to measure the draft."""
+    """Responses that the policy samples on training prompts. The last sixteenth, at least a batch,
+    is held out to measure the draft."""
     text: str = ""
-    """Train on this file instead: JSON lines or parquet (or a dataset, as `data.path`), each row
-    with a column `text`, or with a chat, of which the assistant's turns are learnt: `messages`,
-    `conversations`, or `data` (what both say in turn). Or `generic`: the built-in mixed corpus."""
+    """File to train on instead: JSON lines or parquet (or a dataset, as in `data.path`). Rows have
+    a column `text`, or a chat in `messages`, `conversations` or `data` (a list of alternating
+    turns), of which the assistant's turns are learned. `generic` = the built-in mixed corpus."""
     steps: Natural = 300
-    """Updates; 0 keeps the weights as they are: loaded, or random."""
+    """Updates of the draft. 0 = it keeps its loaded or random weights."""
     rows: Count = 64
-    """Sequences a batch."""
+    """Sequences per batch."""
     learning_rate: Rate = "auto"
-    """Peak AdamW learning rate; cosine decay to a tenth. auto: 1e-4 with a loaded policy, 1e-2 with
-    a small one that is made here."""
+    """Peak AdamW learning rate, with cosine decay to a tenth (auto: 1e-4 if the policy is loaded,
+    else 1e-2)."""
 
     def check(self) -> None:
         message = (
             f"offline.samples {self.samples} fit one batch of offline.rows {self.rows}, which is"
             " held out"
         )
+        # The last batch is held out, so a single one leaves nothing to train on.
         require(self.samples > self.rows or bool(self.text), f"{message}; at least {self.rows + 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(CheckedConfig):
-    """One run."""
+    """Settings of one run."""
 
     steps: Count = 80
     """Batches to generate and learn from."""
     seed: Seed = 0
     """Seed of weights, data order and sampling."""
     workdir: str = ""
-    """Folder of the run; empty: runs/NAME-SCALE."""
+    """Folder of the run (empty = runs/NAME-SCALE)."""
     staged: bool = False
-    """Run the phases one by one (seconds for each) instead of as one program; same numbers."""
+    """Whether phases run as separate programs, each with its seconds. Same numbers."""
     save_every: Count = 20
-    """Batches between checkpoints (the last is always saved)."""
+    """Batches between checkpoints. The last batch is always saved."""
     compare_plain: bool = True
-    """At the end, time the last batch with and without the draft: two more programs to compile, and
-    a plain rollout."""
+    """Whether the last batch is timed with and without the draft at the end. This takes a plain
+    rollout, and compiles two more programs."""
     profile: str = ""
-    """Calls to trace (one a batch, or a rollout), as FIRST:END without the last (10:12 are two);
-    the trace for ui.perfetto.dev goes to `workdir`. Empty: none."""
+    """Calls to trace for ui.perfetto.dev, as FIRST:END without END (10:12 = two). A call is a batch
+    or rollout. The trace goes to `workdir`. If empty, none is traced."""
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -233,8 +232,8 @@ class Config(CheckedConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mixture: tuple[SetConfig, ...] = ()
-    """Named sets of problems, instead of `data` and `reward`, each asked as often as its weight
-    says; a config file lists them, and the command line may change them: --mixture.0.weight 2."""
+    """Named sets of problems, which replace `data` and `reward`. Each is asked by its weight. A
+    config file lists them, and the command line can change them: --mixture.0.weight 2."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -244,12 +243,11 @@ class Config(CheckedConfig):
     head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self) -> None:
+        # A run of N batches makes N + 1 calls, numbered from 0.
         first_call = parse_range("profile", self.profile).start
-        message = (
-            f"profile is {self.profile!r}, and the last call of a run of steps {self.steps} is"
-            f" number {self.steps}"
-        )
-        require(first_call <= self.steps, f"{message}; begin there or before, or raise steps")
+        message = f"profile is {self.profile!r}, but with steps {self.steps} the last call is"
+        require(first_call <= self.steps, f"{message} {self.steps}; begin there, or raise steps")
+        # The mean of a group of one is its own reward, so all advantages would be 0.
         lacks_baseline = self.batch.group_size == 1 and self.advantage.baseline != "none"
         require(
             not lacks_baseline,
@@ -264,8 +262,8 @@ class Config(CheckedConfig):
             " differs from itself; raise batch.group_size to 2 or more, or set"
             " --dynamic_sampling.max_batches 0",
         )
-
         require(
+            # Truncated answers are not read, so their KL is unknown.
             not (self.overlong.filter and self.kl.beta and self.kl.where != "loss"),
             f"overlong.filter with kl.beta {self.kl.beta:g} in the reward: answers that were cut"
             " are not read, so their reward would be without it, and their group's baseline wrong;"
@@ -275,21 +273,21 @@ class Config(CheckedConfig):
 
     @property
     def training_sets(self) -> tuple[SetConfig, ...]:
-        """What is trained on: the sets of the mixture, or the run's own data as the only one."""
+        """Sets to train on: those of the mixture, or the run's own data."""
+        # Metrics of a run without named sets use this name.
         run_set = SetConfig(name="held_out", data=self.data, reward=self.reward)
         return tuple(self._share_settings(dataset) for dataset in self.mixture) or (run_set,)
 
     @property
     def sets_by_prefix(self) -> dict[str, SetConfig]:
-        """All sets of problems in the order of their numbers, those to train on first, by what
-        comes before the names of their settings."""
+        """All sets of problems by the prefix of their settings, training sets first."""
         eval_sets = (self._share_settings(dataset) for dataset in self.eval.sets)
         training_prefixes = [f"mixture.{i}." for i in range(len(self.mixture))] or [""]
         prefixes = [*training_prefixes, *(f"eval.sets.{i}." for i in range(len(self.eval.sets)))]
         return dict(zip(prefixes, (*self.training_sets, *eval_sets), strict=True))
 
     def _share_settings(self, dataset: SetConfig) -> SetConfig:
-        """A set with what is the run's: tokenizer, prompts and workers."""
+        """Returns a set with the settings that all sets share."""
         data, reward = self.data, self.reward
         return replace(
             dataset,
@@ -304,39 +302,42 @@ class Config(CheckedConfig):
 
     @property
     def learning_rates(self) -> LearningRates:
-        """Learning rates, with the usual ones of what is trained for `auto`."""
+        """Learning rates, with `auto` resolved."""
         policy, draft = self.optimizer.learning_rate, self.draft_training.learning_rate
         rate_settings = policy, draft, self.offline.learning_rate
         return resolve_learning_rates(rate_settings, bool(self.model.path), self.lora.rank > 0)
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether a batch has one update, and all its rows are of the policy that it updates."""
+        """Whether all updates are on rows of the very policy they update."""
         dynamic_sampling = self.dynamic_sampling
+        # Carried groups were sampled before the last update.
         has_older_rows = dynamic_sampling.max_batches > 0 and dynamic_sampling.surplus == "carry"
         return self.batch.mini_batches * self.batch.epochs == 1 and not has_older_rows
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether anything in the loss is a ratio of policy to old policy, or weighs it."""
+        """Whether the loss reads log-probabilities of the old policy."""
+        # A loss of the user may read them.
         has_ratio = self.loss.kind != "reinforce" or bool(self.loss.function)
         return has_ratio or self.loss.importance != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):
-    """A run as it is built: its settings, and beside them what its checkpoints say."""
+    """Settings of a run with the facts of its checkpoints."""
 
     model: ModelSpec = field(default_factory=ModelSpec)
     head: HeadSpec = field(default_factory=HeadSpec)
     today: str = ""
-    """Day on which the run began, as 2026-11-27, where the chat template writes the date."""
+    """Date of the run's start, as 2026-11-27, for chat templates that write it."""
     draft_model: ModelSpec | None = None
-    """Sizes of a draft that was loaded, from its own config.json; None: the policy's."""
+    """Sizes of a loaded draft, from its config.json. None = the policy's."""
 
     @classmethod
     def from_config(cls, config: Config) -> ResolvedConfig:
-        """A run without checkpoints: its settings say everything."""
+        """Builds a config without checkpoints, from settings only."""
+        # Building it again would lose the facts of its checkpoints.
         if isinstance(config, ResolvedConfig):
             return config
         specs = {
@@ -352,10 +353,11 @@ class ResolvedConfig(Config):
 
     @property
     def draft_spec(self) -> DraftSpec:
-        """What the run's kind of draft may look at."""
+        """Facts that the draft can read."""
         rollout, draft_model = self.rollout, self.draft_model
         draft, lookup = rollout.draft, rollout.lookup
         if draft_model is not None:
+            # These two are choices of the run, not facts of a checkpoint.
             draft_model = replace(draft_model, dtype=self.model.dtype, remat=self.model.remat)
         is_trained = self.draft_training.online or self.offline.steps > 0
         return DraftSpec(
@@ -376,17 +378,19 @@ class ResolvedConfig(Config):
             max_match=lookup.max_match,
             group_size=self.batch.group_size,
             row_length=self.row_length,
+            # An untrained draft is not unrolled.
             depths=self.draft_training.ttt_steps if is_trained else 0,
         )
 
 
 def parse_range(name: str, text: str) -> range:
-    """The numbers that FIRST:END stands for, END excluded; none for an empty text.
+    """Parses FIRST:END, or an empty text.
 
     Raises:
-      ConfigError: it stands for none.
+      ConfigError: The text is no range, or an empty one.
     """
     first, _, stop = (text or "0:0").partition(":")
+    # Python refuses to convert texts of thousands of digits.
     is_numeric = first.isdecimal() and stop.isdecimal() and len(first + stop) < 20
     is_valid = is_numeric and (int(first) < int(stop) or not text)
     require(

@@ -1,4 +1,4 @@
-"""Settings that do nothing beside the others: what the command line names in vain is refused."""
+"""Rejects command-line settings that have no effect."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -11,24 +11,26 @@ from jaxspec.inputs.checked import Unused, require
 
 
 def _uses_generic_text(c: Config) -> bool:
-    """Whether offline training reads the built-in corpus."""
+    """Returns whether offline training uses the built-in corpus."""
     return c.rollout.draft.is_learned and c.offline.steps > 0 and c.offline.text == "generic"
 
 
 def _settings_in_use(c: Config) -> frozenset[str]:
-    """Settings that the kind of draft, and that of the look-up in use, have a use for."""
+    """Returns the settings that the draft and look-up in use read."""
+    # Both, since look-up can be combined with a learned draft.
     return get_kind(c.rollout.draft.kind).settings | get_kind(c.rollout.lookup_kind).settings
 
 
 def _rule_by_kind(setting: str, fact: str) -> Unused:
-    """A setting that some kinds have no use for."""
+    """Returns the rule of a setting that only some kinds read."""
     return Unused(setting, fact, lambda c: setting not in _settings_in_use(c))
 
 
 def _rule_by_files(setting: str) -> Unused:
-    """A setting that the files of some loaded drafts say."""
+    """Returns the rule of a setting that a draft's files define."""
     return Unused(
         setting,
+        # Facts end in a comma if they have a clause, to fit the sentence of the message.
         "rollout.draft.path, whose files say it,",
         lambda c: (
             bool(c.rollout.draft.path) and setting in get_kind(c.rollout.draft.kind).file_settings
@@ -38,7 +40,7 @@ def _rule_by_files(setting: str) -> Unused:
 
 
 def _all_rewards(c: Config) -> list[RewardConfig]:
-    """Of all sets of problems."""
+    """Returns the rewards of all sets of problems."""
     return [dataset.reward for dataset in c.sets_by_prefix.values()]
 
 
@@ -67,6 +69,7 @@ GENERAL_RULES = (
         "no checkpoint to read (model.path)",
         lambda c: (
             not c.model.path
+            # It covers the draft's checkpoint as well.
             and not ("model.ignore" in _settings_in_use(c) and c.rollout.draft.path)
         ),
     ),
@@ -82,6 +85,7 @@ GENERAL_RULES = (
         "eval.top_k eval.top_p",
         "eval.temperature 0",
         lambda c: (
+            # Evaluations inherit the run's temperature.
             (c.rollout.temperature if c.eval.temperature == "same" else c.eval.temperature) == 0
         ),
     ),
@@ -91,6 +95,7 @@ GENERAL_RULES = (
         lambda c: c.data.prompt_format != "chat",
     ),
     Unused(
+        # The built-in tokenizer has no chat template.
         "rollout.enable_thinking data.prompt_format",
         "the built-in tokenizer (no data.tokenizer, no model.path)",
         lambda c: not c.data.tokenizer and not c.model.path,
@@ -112,6 +117,7 @@ GENERAL_RULES = (
     ),
     Unused(
         "data.task data.digits",
+        # The warm start and the generic corpus are built from these tasks.
         "mixture and no warm start (sft.steps 0)",
         lambda c: bool(c.mixture) and c.sft.steps == 0 and not _uses_generic_text(c),
     ),
@@ -145,6 +151,7 @@ GENERAL_RULES = (
         lambda c: not c.needs_old_logprobs,
     ),
     Unused("loss.dual_clip", "loss.kind cispo", lambda c: c.loss.kind == "cispo"),
+    # Ratios that are all 1 are never clipped.
     Unused("loss.clip_low loss.clip_high loss.dual_clip", _ON_POLICY, _is_on_policy),
     Unused("loss.reuse_below", _ON_POLICY, _is_on_policy),
     Unused(
@@ -179,6 +186,7 @@ GENERAL_RULES = (
         lambda c: c.reward.verifier != "code",
     ),
     Unused(
+        # Comparing texts takes no worker. Functions and other verifiers run in one.
         "reward.workers reward.deadline",
         "no reward.function and reward.verifier exact",
         lambda c: all(
@@ -212,16 +220,21 @@ GENERAL_RULES = (
         lambda c: c.lora.rank == 0,
     ),
 )
-"""What is judged whatever the draft."""
+"""Rules that apply to all runs."""
 
 
 def list_draft_rules() -> tuple[Unused, ...]:
-    """What is judged where a run has one kind of draft."""
+    """Lists rules for settings of drafts.
+
+    They apply to runs with one kind of draft.
+    """
+    # Kinds declare their settings, so a new kind needs no rule here.
     kinds = [get_kind(name) for name in get_args(DraftKind)]
     settings = sorted(frozenset().union(*(kind.settings for kind in kinds)))
     file_settings = sorted(frozenset().union(*(kind.file_settings for kind in kinds)))
     lookup_settings = [name for name in settings if name.startswith("rollout.lookup.")]
     training_settings = [name for name in settings if name.startswith("draft_training.")]
+    # The settings left out have rules of their own.
     other_settings = [
         name
         for name in settings
@@ -233,7 +246,7 @@ def list_draft_rules() -> tuple[Unused, ...]:
             _KIND,
             lambda c: not c.rollout.draft.is_enabled,
         ),
-        # coupled noise differs even there
+        # The other rules differ without drafts too: coupled mode draws other noise.
         Unused(
             "rollout.verify",
             _KIND,
@@ -298,13 +311,15 @@ def list_draft_rules() -> tuple[Unused, ...]:
     )
 
 
+# The number of prompts decides the mesh.
 POLICY_SETTINGS = (
     "seed model. data. mesh. sft. batch.prompts rollout.max_new_tokens batch.micro_tokens"
 )
-"""Settings that `train_sft` has a use for; prompts count for the mesh."""
+"""Settings that `train_sft` reads."""
 _FORM_OF_DRAFT = " ".join(
     f"rollout.draft.{item.name}"
     for item in fields(DraftConfig)
+    # Training samples from the policy, never from the draft.
     if item.name not in ("sampling", "temperature")
 )
 _SAMPLING = (
@@ -315,32 +330,31 @@ DRAFT_SETTINGS = (
     f"{POLICY_SETTINGS} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
 )
 """Settings that `train_draft` reads."""
-
-
+# The default of this setting is `auto`, and 0 is the same for kinds without a vocabulary.
 IDLE_VALUES = {"rollout.draft.vocab": 0}
-"""Values that do nothing, by setting, beside its default."""
+"""Values without effect that are not defaults, by setting."""
 
 
 def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: bool = True) -> None:
-    """Refuses settings among `named_settings` that do nothing; what only a config file says is left
-    alone, and so is a default that would hold.
+    """Raises ConfigError for named settings without effect.
 
-    What depends on the draft is left alone without `with_draft`: to programs that go through the
-    kinds by themselves.
-
-    Raises:
-      ConfigError: names them, and the settings that make them useless.
+    Settings from a config file are accepted, and so are values equal to the default. Without
+    `with_draft`, rules for drafts are skipped, for programs that try several kinds. The message
+    names the settings, and those that disable them.
     """
     rules = GENERAL_RULES + (list_draft_rules() if with_draft else ())
     defaults, values = flatten_settings(to_json(Config())), flatten_settings(to_json(config))
+    # Sets have no order, and messages must not vary.
     candidates = sorted(values.keys() & set(named_settings))
     idle_values = {name: (defaults.get(name), IDLE_VALUES.get(name)) for name in candidates}
+    # The first rule that applies explains a setting. Others would repeat it.
     reported: set[str] = set()
     names_by_fact: dict[str, list[str]] = {}
     for rule in rules:
         active_names = [
             name
             for name in candidates
+            # Files replace a setting even where it equals the default.
             if name not in reported and (rule.set_by_files or values[name] not in idle_values[name])
         ]
         unused_names = [
@@ -348,6 +362,7 @@ def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: boo
         ]
         if unused_names and rule.applies(config):
             reported |= set(unused_names)
+            # Settings with the same cause share a sentence.
             names_by_fact.setdefault(rule.fact.format(c=config), []).extend(unused_names)
     facts = [
         f"with {fact} there is no use for {', '.join(f'--{name}' for name in sorted(names))}"
@@ -357,15 +372,14 @@ def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: boo
 
 
 def refuse_idle(named_settings: Iterable[str], used_settings: str, command: str) -> None:
-    """Refuses settings among `named_settings` that a program never looks at, whatever their values;
-    `used_settings` are those that it does, as in `Unused`.
+    """Raises ConfigError for named settings that a program never reads.
 
-    Raises:
-      ConfigError: names them, and settings in use of the same name elsewhere.
+    `used_settings` are those that it reads, as in `Unused`. The message suggests similar ones.
     """
     idle_names = [
         name for name in sorted(named_settings) if not includes_setting(used_settings.split(), name)
     ]
+    # A setting of the same name in another section is probably the one that was meant.
     field_names = {name.rpartition(".")[2] for name in idle_names}
     similar_names = [
         name

@@ -31,8 +31,8 @@ from jaxspec.rewards.extract import (
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.state import Prompts, Rollout
 
-AnswerPrompts = Callable[[Any, Prompts], tuple[Any, Rollout]]
-"""Program that answers prompts. It may consume its state, and returns the state and the rollout."""
+PolicyAnswerer = Callable[[Prompts], Rollout]
+"""Answerer with weights: it answers prompts by the policy that is evaluated."""
 ProblemRecord = dict[str, Any]
 """Record of the answers to a problem: a line of `records.RecordFile` without its step."""
 
@@ -56,8 +56,6 @@ class Evaluator:
       scorer: scores the answers.
       config: the config of `source`.
       samples: answers to each problem, a multiple of the group size.
-      answer_prompts: the program that answers.
-      prepare: converts a state to an input of the program, once in each evaluation.
       with_text: whether records include the text of responses.
     """
 
@@ -67,13 +65,10 @@ class Evaluator:
         scorer: RolloutScorer,
         config: ResolvedConfig,
         samples: int,
-        answer_prompts: AnswerPrompts,
-        prepare: Callable[[Any], Any] | None = None,
         with_text: bool = False,
     ) -> None:
         self._source, self._scorer, self._samples = source, scorer, samples
-        self._answer_prompts, self._with_text = answer_prompts, with_text
-        self._prepare = prepare
+        self._with_text = with_text
         self._problem_sets: Mapping[str, EvaluationSet] = source.sets.evaluation
         self._set_configs = [*config.sets_by_prefix.values()]
         self._prompts_per_call, self._calls_per_problem = (
@@ -103,30 +98,24 @@ class Evaluator:
         )
 
     def __call__(
-        self, state: Any, stop: Callable[[], bool]
-    ) -> tuple[Any, list[ProblemRecord] | None]:
-        """Evaluates the policy of a state.
+        self, answer_prompts: PolicyAnswerer, stop: Callable[[], bool]
+    ) -> list[ProblemRecord] | None:
+        """Evaluates a policy.
 
         Args:
-          state: state with the policy. It is consumed unless there is a `prepare`.
+          answer_prompts: answers prompts by that policy.
           stop: asked before each call whether to stop.
 
         Returns:
-          The state, and the records of this process's problems. The records are None if `stop`
-          returned true.
+          The records of this process's problems. None if `stop` returned true.
         """
         records: list[ProblemRecord] = []
-        prepared_state = self.prepare_state(state)
         for chunk in self.chunks:
-            prepared_state, chunk_records = self.answer_chunk(prepared_state, chunk, stop)
+            chunk_records = self.answer_chunk(answer_prompts, chunk, stop)
             if chunk_records is None:
-                return state if self._prepare else prepared_state, None
+                return None
             records += chunk_records
-        return state if self._prepare else prepared_state, records
-
-    def prepare_state(self, state: Any) -> Any:
-        """Converts a state to the program's input."""
-        return self._prepare(state) if self._prepare else state
+        return records
 
     def remaining_chunks(self, records: list[ProblemRecord]) -> list[ProblemChunk]:
         """Lists the chunks that are not answered yet.
@@ -152,12 +141,9 @@ class Evaluator:
         return [chunk for chunk, done in zip(self.chunks, done_everywhere, strict=True) if not done]
 
     def answer_chunk(
-        self, state: Any, chunk: ProblemChunk, stop: Callable[[], bool]
-    ) -> tuple[Any, list[ProblemRecord] | None]:
-        """Answers the problems of a chunk.
-
-        Works like `__call__`, but with a prepared state.
-        """
+        self, answer_prompts: PolicyAnswerer, chunk: ProblemChunk, stop: Callable[[], bool]
+    ) -> list[ProblemRecord] | None:
+        """Answers the problems of a chunk. Works like `__call__`."""
         problem_set = self._problem_sets[chunk.set_name]
         problems: dict[int, Problem] = {
             position: problem_set.get_problem(number)
@@ -167,11 +153,11 @@ class Evaluator:
         for number in range(self._calls_per_problem):
             # A chunk is dropped as a whole, since records need all answers to a problem.
             if stop():
-                return state, None
+                return None
             prompts = self._source.place_evaluation(problems, chunk.first_call + number)
-            state, rollout = self._answer_prompts(state, prompts)
+            rollout = answer_prompts(prompts)
             calls.append(self._scorer.score_evaluation(problems, rollout))
-        return state, list(self._build_records(chunk, calls))
+        return list(self._build_records(chunk, calls))
 
     def _build_records(
         self, chunk: ProblemChunk, calls: list[RolloutScores]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,18 +14,31 @@ from jaxspec.build import automatic_sizes, build_step
 from jaxspec.config.check import check_config
 from jaxspec.config.settings import AdvantageConfig, DynamicSamplingConfig, ResolvedConfig
 from jaxspec.data.problems import ProblemSets
-from jaxspec.evaluation.evaluator import Evaluator
+from jaxspec.evaluation.evaluator import Evaluator, PolicyAnswerer
 from jaxspec.host.fit import fit_step
 from jaxspec.host.job import Job
 from jaxspec.host.loaded_run import resize_overlap
-from jaxspec.host.programs import abstract_arguments, compile_ahead, compile_for_generator
+from jaxspec.host.programs import Answerer, abstract_arguments, compile_ahead, compile_answerer
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import prefix_errors
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import min_pool_size
-from jaxspec.state import Prompts, Rollout, RolloutWeights, TrainState
+from jaxspec.state import RolloutWeights, TrainState
 from jaxspec.step import Step
+
+
+class EvaluationProgram(NamedTuple):
+    """An evaluator, and a program of its own that answers."""
+
+    evaluator: Evaluator
+    load_weights: Callable[[TrainState], RolloutWeights]
+    """Loads the policy of a state, which stays as it is."""
+    answerer: Answerer
+
+    def bind(self, state: TrainState) -> PolicyAnswerer:
+        """Returns an answerer with the policy of a state."""
+        return partial(self.answerer, self.load_weights(state))
 
 
 class _Phases(NamedTuple):
@@ -131,8 +145,8 @@ def build_evaluation_step(job: Job, config: ResolvedConfig) -> Step:
 
 def compile_evaluator(
     job: Job, sets: ProblemSets, scorers: SetScorers, with_text: bool = False
-) -> Evaluator:
-    """Compiles an evaluator with a program of its own.
+) -> EvaluationProgram:
+    """Compiles an evaluator's own program.
 
     It takes states of the job's step, and does not consume them.
 
@@ -162,12 +176,8 @@ def compile_evaluator(
 
         _, _, prompt_shapes = abstract_arguments(step, prompts)
         prepare, weights = compile_ahead(sync, state)
-        rows = meshes.row_sharding(step.mesh)
-        generator = step.generator
-        generate, _ = compile_for_generator(
-            generator, generator.generate, weights, prompt_shapes, out_shardings=rows
-        )
-        return _Phases({"prepare": prepare, "generate": generate})
+        answerer = compile_answerer(step.generator, weights, prompt_shapes)
+        return _Phases({"prepare": prepare, "generate": answerer})
 
     # Evaluations do not learn, so the size of micro-batches has no effect on their memory.
     choices = automatic_sizes(config, job.mesh)._replace(tokens=False)
@@ -176,11 +186,5 @@ def compile_evaluator(
     fitted_job = replace(job, config=config, step=fit.step)
     source = PromptSource(fitted_job, sets)
     scorer = RolloutScorer(fitted_job, source, scorers)
-
-    def answer_prompts(weights: RolloutWeights, prompts: Prompts) -> tuple[RolloutWeights, Rollout]:
-        return weights, programs["generate"](weights, prompts)
-
-    samples = config.batch.group_size
-    return Evaluator(
-        source, scorer, config, samples, answer_prompts, programs["prepare"], with_text
-    )
+    evaluator = Evaluator(source, scorer, config, config.batch.group_size, with_text)
+    return EvaluationProgram(evaluator, programs["prepare"], programs["generate"])

@@ -80,7 +80,8 @@ def count_micro_batches(result: CheckResult) -> int:
     """
     step, config = result.fit.step, result.job.config
     # The longest rows give the upper bound. Real rows are shorter, and more fit a micro-batch.
-    rows = config.batch.prompts * config.batch.group_size // meshes.row_shard_count(step.mesh)
+    shard_count = meshes.row_shard_count(step.learner.mesh)
+    rows = config.batch.prompts * config.batch.group_size // shard_count
     # The last token of a row is only a label, never an input.
     return -(-rows * (config.row_length - 1) // step.learner.micro_tokens)
 
@@ -88,14 +89,15 @@ def count_micro_batches(result: CheckResult) -> int:
 def as_json(name: str, result: CheckResult) -> dict[str, Any]:
     """Converts the result to JSON values. Memory sizes are bytes on each device."""
     step, card = result.fit.step, result.target.card
+    mesh = step.learner.mesh
     # Scripts read these keys, so they stay when the tables change.
     return {
         "config": name,
         "hardware": result.target.name,
         "device": result.target.label,
         "card": card._asdict() if card else None,
-        "devices": step.mesh.size,
-        "mesh": dict(step.mesh.shape),
+        "devices": mesh.size,
+        "mesh": dict(mesh.shape),
         "jax": jax.__version__,
         "virtual": result.target.virtual,
         "not_looked_at": result.unchecked,
@@ -119,9 +121,9 @@ def as_json(name: str, result: CheckResult) -> dict[str, Any]:
 def print_report(name: str, result: CheckResult, screen: Screen) -> None:
     """Prints the tables and warnings, then the verdict."""
     step, costs = result.fit.step, result.analysis.cost_rows
-    sizes, mesh = step.sizes, dict(step.mesh.shape)
+    sizes, mesh = step.sizes, step.learner.mesh
     screen.print(
-        f"{name} on {step.mesh.size} x {result.target.label}, {mesh}, jax {jax.__version__}"
+        f"{name} on {mesh.size} x {result.target.label}, {dict(mesh.shape)}, jax {jax.__version__}"
     )
     for item in result.unchecked:
         screen.print(f"not checked: {item}")

@@ -130,7 +130,7 @@ def _suggest_engine_size(
     engine_sizes = AutomaticSizes(
         tokens=False, slots=not paged and not auto.slots, pages=paged and not auto.pages
     )
-    if not has_accelerators(step.mesh) or not (engine_sizes.slots or engine_sizes.pages):
+    if not has_accelerators(step.generator.mesh) or not (engine_sizes.slots or engine_sizes.pages):
         return ""
     sizes = _shrink_sizes(step, prompts, compiled, engine_sizes, limit)
     changes = [
@@ -150,7 +150,7 @@ def _shrink_sizes(
     """
     # A micro-batch must hold the longest row.
     tokens = round_to_tiles(
-        step.mesh, max(step.generator.row_length - 1, step.learner.micro_tokens // 2)
+        step.learner.mesh, max(step.generator.row_length - 1, step.learner.micro_tokens // 2)
     )
     # Rounding to tiles may have gone above the present size.
     tokens = min(tokens, step.learner.micro_tokens)

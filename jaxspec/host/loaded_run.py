@@ -36,12 +36,13 @@ from jaxspec.inputs.streams import Stream
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.processes.devices import count_devices
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.generator import Generator, rounding_key
+from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Prompts, RolloutWeights, TrainState
 from jaxspec.step import Metrics, Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import expand_user_path
 from jaxspec.tokens.tokenizer import Tokenizer
+from jaxspec.transfer import rounding_key
 
 EXPECTED_FOLDER = (
     "give the folder of a training run (a workdir of jaxspec.train, with config.json and"

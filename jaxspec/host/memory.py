@@ -86,7 +86,7 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
     return DeviceBytes(
         training_uses=training_uses,
         weights=generator.count_weight_bytes(rollout_weights),
-        pool=_tree_size((decode_state.caches, prompt_caches)) // step.mesh.size,
+        pool=_tree_size((decode_state.caches, prompt_caches)) // step.generator.mesh.size,
         # A pilot times each draft length from the same state, so its pool cannot be donated.
         pool_count=2 if generator.settings.lengths and not times_real_rounds(generator) else 1,
     )

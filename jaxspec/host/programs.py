@@ -20,6 +20,9 @@ from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.compiling import LinePrinter, track_compilation
 
+Answerer = Callable[[RolloutWeights, Prompts], Rollout]
+"""Answers prompts. Evaluations, offline draft data and benchmarks ask for rollouts by it alone."""
+
 
 def abstract_leaf(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     """Returns an array's shape and dtype with `sharding`."""
@@ -42,8 +45,8 @@ def abstract_scored_rollout(step: Step, prompts: int) -> ScoredRollout:
     rows = prompts * step.generator.settings.group_size
     shapes = jax.eval_shape(lambda: step.empty_scored_rollout(rows))
     # The plan's first axis is not rows, so it has shardings of its own.
-    plan = jax.tree.map(abstract_leaf, shapes.plan, plan_shardings(step.mesh))
-    return _abstract_rows(shapes, step.mesh).replace(plan=plan)
+    plan = jax.tree.map(abstract_leaf, shapes.plan, plan_shardings(step.learner.mesh))
+    return _abstract_rows(shapes, step.learner.mesh).replace(plan=plan)
 
 
 def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
@@ -111,19 +114,19 @@ def times_real_rounds(generator: Generator) -> bool:
     return bool(generator.settings.lengths) and meshes.has_accelerators(generator.mesh)
 
 
-def compile_generation(step: Step, weights: RolloutWeights, prompts: Prompts) -> Any:
+def compile_answerer(generator: Generator, weights: RolloutWeights, prompts: Prompts) -> Answerer:
     """Compiles a whole rollout as one program."""
-    generator, by_row = step.generator, meshes.row_sharding(step.mesh)
+    by_row = meshes.row_sharding(generator.mesh)
     return compile_for_generator(
         generator, generator.generate, weights, prompts, out_shardings=by_row
     )[0]
 
 
-def compile_generation_alone(step: Step, prompts: int) -> Any:
+def compile_generation_alone(step: Step, prompts: int) -> Answerer:
     """Compiles generation without learning, to measure its memory."""
     state, _, abstract_prompts = abstract_arguments(step, prompts)
     _, weights = compile_ahead(step.sync, state)
-    return compile_generation(step, weights, abstract_prompts)
+    return compile_answerer(step.generator, weights, abstract_prompts)
 
 
 class TimedRollout(NamedTuple):

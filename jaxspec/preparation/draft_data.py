@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import OfflineConfig, ResolvedConfig
@@ -18,14 +18,15 @@ from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.texts import TextFile
 from jaxspec.host.job import Job
-from jaxspec.host.programs import abstract_prompts, put_like
+from jaxspec.host.programs import abstract_prompts, compile_answerer, put_like
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.train_batch import PolicyStates, build_text_batch
-from jaxspec.state import FAILED, Prompts, PyTree
+from jaxspec.state import FAILED, Prompts, PyTree, Rollout, RolloutWeights
 from jaxspec.system.progress import Progress
 from jaxspec.tokens.tokenizer import Tokenizer
+from jaxspec.transfer import export_weights
 
 HELD_OUT_INTERVAL = 16
 """One batch of responses in this many is held out from training."""
@@ -77,14 +78,19 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
     stream = load_sets(config, job.tokenizer, require_answers=False).make_stream(config.seed)
     abstract_batch = abstract_prompts(generator, rows)
 
+    @jax.jit
+    def load_weights(policy: Decoder) -> RolloutWeights:
+        exported = export_weights(policy, None, generator.dtype, seed=config.seed)
+        return generator.load(exported, generator.init_state())
+
     @partial(jax.jit, out_shardings=meshes.replicated_sharding(job.mesh))
-    def generate(policy: Decoder, prompts: Prompts) -> PyTree:
-        rollout = generator.generate(
-            generator.sync_weights(policy, None, generator.init_state()), prompts
-        )
+    def select_texts(rollout: Rollout) -> tuple[Array, Array, Array]:
         # Without response tokens the loss mask is empty, and the row is filtered later.
         lengths = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
         return rollout.tokens, rollout.prompt_lengths, lengths
+
+    weights = load_weights(policy)
+    answerer = compile_answerer(generator, weights, abstract_batch)
 
     def respond(number: int) -> SftBatch:
         problems = [stream[number * rows + row] for row in range(rows)]
@@ -98,9 +104,8 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
             "history": np.zeros(abstract_batch.history.shape, np.int32),
             "history_lengths": np.zeros(abstract_batch.history_lengths.shape, np.int32),
         }
-        return SftBatch(
-            *jax.device_get(generate(policy, put_like(Prompts(**fields), abstract_batch)))
-        )
+        rollout = answerer(weights, put_like(Prompts(**fields), abstract_batch))
+        return SftBatch(*jax.device_get(select_texts(rollout)))
 
     return respond
 

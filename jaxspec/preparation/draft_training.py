@@ -1,6 +1,7 @@
 """Offline training of a draft, before the run."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def collect_responses(
     read.
     """
     # Training on responses in the run's own domain raises acceptance more than any setting.
-    respond = draft_data.make_responder(job, policy)
+    respond: Callable[[int], SftBatch] | None = None
     rows, replicated = job.config.offline.rows, meshes.replicated_sharding(job.mesh)
     size = job.config.row_length
     shapes: list[Any] = [
@@ -60,6 +61,8 @@ def collect_responses(
         file = folder / f"responses-{number}.npz"
         batch = _load_partial_together(file, SftBatch(*shapes), progress)
         if batch is None:
+            # Compiled only if a batch is missing.
+            respond = respond or draft_data.make_responder(job, policy)
             batch = respond(number)
             save_in_process_0(file, batch)
         batches[number] = rows_from_sft(jax.device_get(batch))

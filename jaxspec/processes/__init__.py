@@ -1,1 +1,1 @@
-"""Processes of a job: how they meet and end, and which devices and rows they have."""
+"""Processes of a job: their meeting, end, devices and rows."""

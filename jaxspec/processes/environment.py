@@ -7,15 +7,17 @@ from jaxspec.inputs.json_keys import format_value
 
 
 def environment_text(name: str) -> str:
-    """What an environment variable holds; empty where it is unset or only blanks."""
+    """Returns an environment variable, empty if unset or blank."""
     return os.environ.get(name, "").strip()
 
 
 def environment_number(name: str, minimum: int, maximum: int = INT32) -> int | None:
-    """The whole number that an environment variable holds; None where it is unset or empty.
+    """Reads a whole number from an environment variable.
+
+    Returns None if it is unset or blank.
 
     Raises:
-      ConfigError: it holds something else.
+      ConfigError: it holds something else, or a number out of range.
     """
     text = environment_text(name)
     if not text:
@@ -31,5 +33,6 @@ def environment_number(name: str, minimum: int, maximum: int = INT32) -> int | N
 
 
 def parse_whole_number(text: str) -> int | None:
-    """The number that digits write; None for another text, and for a number far too large."""
+    """Parses digits. Returns None for other text or a far too large number."""
+    # `int` also accepts signs, blanks and other scripts' digits, and fails on thousands of digits.
     return int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(INT32)) else None

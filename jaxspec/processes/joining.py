@@ -1,4 +1,4 @@
-"""Joins the processes of a job: they meet, compare what they were started with, and start JAX."""
+"""Joins a job's processes and starts JAX."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,24 +17,27 @@ from jaxspec.processes.places import (
     require_no_jax_variables,
 )
 
+# Short, because a C++ thread sends the heartbeats: neither a long compilation nor Python code that
+# keeps the interpreter lock delays them. Only a stopped process or a lost machine does.
 _HEARTBEAT_TIMEOUT = 12
-"""After so long without a heartbeat JAX takes a process for dead and ends the others. A thread of
-C++ sends them, which neither a long compilation nor code that holds Python's lock keeps from it;
-what does is a machine that is gone, or a process that is stopped."""
+"""Seconds without a heartbeat after which JAX ends the other processes."""
 _SHUTDOWN_TIMEOUT = 60
-"""How long processes that have finished wait for those that have not."""
+"""Seconds that finished processes wait for the others."""
 
 
 def initialize_processes(identity: Mapping[str, Any]) -> None:
     """Joins the other processes of the job, if there are any.
 
-    Explicit: JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES, JAXSPEC_PROCESS_ID. Otherwise
-    SLURM, Open MPI or Kubernetes as `jax.distributed` detects them, when the environment says that
-    the job has more than one process. `identity` is what must be the same in all of them, by name.
+    JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES and JAXSPEC_PROCESS_ID describe the job. If
+    they are unset, `jax.distributed` detects SLURM, Open MPI or Kubernetes, provided that the
+    environment names more than one process.
+
+    Args:
+      identity: values by name that must be equal in all processes.
 
     Raises:
-      ConfigError: the variables cannot be read or are not all there, the port is taken, a process
-        has not come in time, or one was started with something else than the others.
+      ConfigError: the variables are invalid or incomplete, the port is taken, a process is late, or
+        the processes were started differently.
     """
     wait_seconds = environment_number(WAIT_VARIABLE, minimum=1) or 300
     member = member_from_variables()
@@ -42,7 +45,9 @@ def initialize_processes(identity: Mapping[str, Any]) -> None:
         if not is_multiprocess_job():
             return require_no_jax_variables()
         member = detect_member(wait_seconds)
+    # With None, `jax.distributed` detects the values itself.
     coordinator, process_count, process_id = member or (None, None, None)
+    # Before JAX starts, which would wait without output and end with a stack trace of C++.
     if member is not None:
         peers.watch_peers(member, meet_processes(member, float(wait_seconds), identity))
     try:

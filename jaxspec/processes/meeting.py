@@ -1,4 +1,9 @@
-"""How the processes of a job meet before JAX joins them, and find that they were started alike."""
+"""Meeting of a job's processes, before JAX joins them.
+
+They wait for each other, and check that all were started alike. Process 0 listens at the address of
+the coordinator. Each other process connects, and sends its number and the values that it was
+started with. Process 0 then releases all of them at once, and JAX takes the port.
+"""
 
 import contextlib
 import json
@@ -16,25 +21,32 @@ from jaxspec.processes.places import VARIABLES, JobMember
 from jaxspec.system.terminal import print_line
 
 WAIT_VARIABLE = "JAXSPEC_WAIT_SECONDS"
-"""Names the variable that says how long a process waits for the others; 300 s without it."""
+"""Variable with the seconds that a process waits for the others. The default is 300."""
 _BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-"""Names the variable that says where JAX listens, if not at the coordinator's port of all
-addresses."""
+"""Variable with the address at which JAX listens.
+
+The default is the coordinator's port at all addresses.
+"""
 _REPORT_SECONDS = 30.0
-"""After so many seconds, and after as many again, who has not come is named."""
+"""Seconds between two reports of missing processes."""
 _POLL_SECONDS = 0.5
+"""Seconds between two checks of the deadline."""
 _HELLO_TIMEOUT = 2.0
+"""Seconds to connect, and to send the first message."""
 _REPLY_WAIT, _REPLY_GO, _REPLY_REFUSED = "jaxspec wait", "jaxspec go", "jaxspec no: "
-"""What process 0 tells those who have called, at once and in the end; with the last, why. Anything
-else comes from somebody else."""
+"""Replies of process 0: the first one, and the two final ones.
+
+The reason of a refusal follows. Any other reply comes from another program.
+"""
 _NO_REPLY = "process 0 has not come (something else answers there)"
 _MAX_HELLO_BYTES = 2**20
-"""Bytes of what a process says of itself."""
+"""Maximum length of a message in bytes."""
 _MAX_DIFFERENCES = 5
+"""Maximum number of differences, or of processes, in an error message."""
 
 
 class _WaitReporter:
-    """Says whom a process waits for, now and then, until the time is up."""
+    """Reports missing processes until a deadline."""
 
     def __init__(self, member: JobMember, timeout: float) -> None:
         self._member, self._timeout = member, timeout
@@ -42,10 +54,10 @@ class _WaitReporter:
         self._next_report = _REPORT_SECONDS
 
     def check_deadline(self, absence: str) -> None:
-        """Names who is absent when it is time to.
+        """Prints `absence` if a report is due.
 
         Raises:
-          ConfigError: the time is up.
+          ConfigError: the deadline has passed.
         """
         elapsed = time.monotonic() - self._start_time
         if elapsed >= self._timeout:
@@ -68,34 +80,39 @@ class _WaitReporter:
 def meet_processes(
     member: JobMember, timeout: float, identity: Mapping[str, Any]
 ) -> dict[int, socket.socket]:
-    """Returns once all processes of the job are there, at about the same moment in each, with the
-    lines that they go on holding: process 0 with all others, they with it.
+    """Waits for all processes of the job.
 
-    JAX waits without a word, and ends the process with a stack trace of C++ when its time is up. So
-    the processes meet before, at the same address: process 0 listens, the others say who they are
-    and what they were started with, and hold the line, and process 0 lets all of them go at once,
-    whereupon JAX takes the port.
+    Returns at about the same time in each.
+
+    Args:
+      member: this process.
+      timeout: seconds to wait.
+      identity: values by name that must equal those of process 0.
+
+    Returns:
+      Open connections by process: of process 0 with all others, and of those with process 0.
 
     Raises:
-      ConfigError: the coordinator is no host:port, its port is taken, two processes have the same
-        id, or were told of different numbers of processes, the time is up, or what some call
-        `identity` is not what process 0 does.
+      ConfigError: the coordinator is not host:port, its port is taken, or the time is up. Also if
+        two processes have the same id, or the number of processes or `identity` differs.
     """
+    # JAX would wait without output, and end the process with a stack trace of C++ at its timeout.
+
     host, port = _parse_address(member.coordinator, VARIABLES[0])
     reporter = _WaitReporter(member, timeout)
     identity_json = json.dumps(dict(identity))
     if member.process_id:
         return {0: _call_process_0(host, port, member, reporter, identity_json)}
-    # a taken port is said in our words, also to a lone process
+    # Also if there is only one process, so that a taken port is explained.
     with _open_listener(member, port) as listener:
         return _gather_processes(listener, member, reporter, json.loads(identity_json))
 
 
 def _parse_address(text: str, variable: str) -> tuple[str, int]:
-    """Host and port of an address, which `variable` says.
+    """Splits an address, which is the value of `variable`, into host and port.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the address is malformed.
     """
     host, _, digits = text.rpartition(":")
     port = parse_whole_number(digits) or 0
@@ -108,9 +125,10 @@ def _parse_address(text: str, variable: str) -> tuple[str, int]:
         f"{subject} is not HOST:PORT with a port from 1 to 65535; {remedy}",
     )
     try:
-        host.encode("idna")  # as it is done for the look-up
+        host.encode("idna")  # as the look-up does, whose UnicodeError would not be handled
     except UnicodeError as error:
         raise ConfigError(f"{subject} has no valid name of a host ({error}); {remedy}") from error
+    # Brackets enclose an IPv6 address.
     return host.strip("[]"), port
 
 
@@ -127,11 +145,12 @@ def _open_listener(member: JobMember, port: int) -> socket.socket:
             return socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
+        # All addresses, of IPv6 and IPv4.
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        # The words of others go on about the address.
+        # The text of other errors repeats the address.
         reason = (
             os.strerror(error.errno)
             if error.errno and not isinstance(error, socket.gaierror)
@@ -143,14 +162,18 @@ def _open_listener(member: JobMember, port: int) -> socket.socket:
 def _gather_processes(
     listener: socket.socket, member: JobMember, reporter: _WaitReporter, identity: dict[str, Any]
 ) -> dict[int, socket.socket]:
-    """Process 0: waits for the calls of all others, then lets them go, if all were started like
-    it."""
+    """Waits in process 0 for all others, then releases them.
+
+    Raises:
+      ConfigError: the time is up, or a process was started differently. All others get the message.
+    """
     connections: dict[int, socket.socket] = {}
     mismatches: dict[int, str] = {}
     listener.settimeout(_POLL_SECONDS)
     _extend_file_limit(member.process_count)
     try:
         while True:
+            # A process that has hung up, perhaps because it was killed, may be started again.
             connections = {
                 process_id: connection
                 for process_id, connection in connections.items()
@@ -161,6 +184,7 @@ def _gather_processes(
                 for process_id in range(1, member.process_count)
                 if process_id not in connections
             ]
+            # Checked only now, so that the error names all processes that differ.
             if not missing_ids:
                 require(not mismatches, _summarize_mismatches(mismatches))
                 _send_reply(connections.values(), _REPLY_GO)
@@ -169,11 +193,11 @@ def _gather_processes(
                 f"process{'es' * (len(missing_ids) > 1)} {', '.join(map(str, missing_ids))}"
                 f" {'have' if len(missing_ids) > 1 else 'has'} not come"
             )
-            with contextlib.suppress(OSError):  # nobody calls, or hangs up at once
+            with contextlib.suppress(OSError):  # nobody has called, or the caller hung up
                 caller = _admit_caller(listener.accept()[0], connections, member)
                 if caller is not None:
                     process_id, caller_identity = caller
-                    mismatches.pop(process_id, None)  # it may have called before
+                    mismatches.pop(process_id, None)  # from an earlier call
                     if caller_identity != identity:
                         mismatches[process_id] = _describe_mismatch(identity, caller_identity)
     except ConfigError as error:
@@ -182,7 +206,8 @@ def _gather_processes(
 
 
 def _extend_file_limit(process_count: int) -> None:
-    """Lets this process have a line with each of the others, where the system lets it."""
+    """Raises the limit of open files, as far as allowed."""
+    # Process 0 has a connection with each process.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * process_count + 1024
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -192,7 +217,7 @@ def _extend_file_limit(process_count: int) -> None:
 
 
 def _describe_mismatch(identity: Mapping[str, Any], other_identity: Mapping[str, Any]) -> str:
-    """In what another process was started otherwise than process 0."""
+    """Describes the differences between another process and process 0."""
     differences = [
         f"{name} is {format_value(identity.get(name, 'absent'))} in process 0 and"
         f" {format_value(other_identity.get(name, 'absent'))} there"
@@ -206,7 +231,7 @@ def _describe_mismatch(identity: Mapping[str, Any], other_identity: Mapping[str,
 
 
 def _summarize_mismatches(mismatches: Mapping[int, str]) -> str:
-    """All differences, each with the processes that have it, in whatever order they came."""
+    """Describes all differences, with the processes of each."""
     sentences = []
     for mismatch in dict.fromkeys(mismatches[process_id] for process_id in sorted(mismatches)):
         process_ids = sorted(
@@ -227,13 +252,15 @@ def _summarize_mismatches(mismatches: Mapping[int, str]) -> str:
 def _admit_caller(
     connection: socket.socket, connections: dict[int, socket.socket], member: JobMember
 ) -> tuple[int, dict[str, Any]] | None:
-    """Takes a call and returns who called, and what it was started with; None where it comes from
-    somewhere else than this job."""
+    """Accepts a call of another process.
+
+    Returns its number and identity, or None if the caller is refused or not of this job.
+    """
     connection.settimeout(_HELLO_TIMEOUT)
     try:
         protocol, *number_texts, identity_json = _read_lines(connection)[0].split(" ", 3)
         numbers, identity = list(map(parse_whole_number, number_texts)), json.loads(identity_json)
-    except (OSError, ValueError):  # a probe, which says nothing or something else
+    except (OSError, ValueError):  # such as a probe of the port, which sends nothing or other text
         protocol, numbers, identity = "", list[int | None](), {}
     is_valid = protocol == "jaxspec" and len(numbers) == 2 and isinstance(identity, dict)
     process_count, process_id = numbers if is_valid else (None, None)
@@ -242,7 +269,7 @@ def _admit_caller(
     refusal = ""
     if process_count != member.process_count:
         refusal = (
-            f"process {process_id} was told of {process_count} processes, process 0 of"
+            f"process {process_id} expects {process_count} processes, process 0 expects"
             f" {member.process_count}; set the same {VARIABLES[1]} for all"
         )
     elif process_id in connections and _is_connected(connections[process_id]):
@@ -254,6 +281,7 @@ def _admit_caller(
         print_line(refusal)
         return _close_with_reply([connection], f"{_REPLY_REFUSED}{refusal}")
     connection.sendall(f"{_REPLY_WAIT}\n".encode())
+    # `_is_connected` must not block.
     connection.settimeout(0)
     connections[process_id] = connection
     return process_id, identity
@@ -261,7 +289,7 @@ def _admit_caller(
 
 def _send_reply(connections: Iterable[socket.socket], text: str) -> None:
     for connection in connections:
-        with contextlib.suppress(OSError):  # who has hung up will be missed
+        with contextlib.suppress(OSError):  # hung up, which is noticed when it is read
             connection.sendall(f"{text}\n".encode())
 
 
@@ -273,7 +301,7 @@ def _close_with_reply(connections: Iterable[socket.socket], text: str) -> None:
 
 
 def _is_connected(connection: socket.socket) -> bool:
-    """Whether the other end is still there."""
+    """Returns whether the other end is still connected."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
     except BlockingIOError:
@@ -285,8 +313,7 @@ def _is_connected(connection: socket.socket) -> bool:
 def _call_process_0(
     host: str, port: int, member: JobMember, reporter: _WaitReporter, identity_json: str
 ) -> socket.socket:
-    """Any other process: tells process 0 who it is, again and again until it answers, and waits for
-    its word; returns the line."""
+    """Calls process 0 until it answers, and waits to be released. Returns the connection."""
     hello = f"jaxspec {member.process_count} {member.process_id} {identity_json}\n"
     is_host_unknown = False
     while True:
@@ -296,12 +323,14 @@ def _call_process_0(
                 cleanup.enter_context(connection)
                 connection.sendall(hello.encode())
                 reply = _await_reply(connection, reporter)
+                # Otherwise the connection is closed, and the next attempt opens another.
                 if reply == _REPLY_GO:
                     cleanup.pop_all()
                     return connection
         except socket.gaierror as error:
             absence = f"the name {host} is not known here ({error.strerror})"
-            # a container's name may come with the container, but a mistake should show at once
+            # A container's name may become known only when it starts, so this tries again. A wrong
+            # name should be reported at once, not after the first interval.
             if not is_host_unknown:
                 reporter.report(f"finds that {absence}; trying again")
             is_host_unknown = True
@@ -315,12 +344,12 @@ def _call_process_0(
 
 
 def _await_reply(connection: socket.socket, reporter: _WaitReporter) -> str:
-    """What is said at the other end, other than to wait; empty when the line breaks."""
+    """Waits for a final reply. Returns an empty text if the connection breaks."""
     connection.settimeout(_POLL_SECONDS)
     absence = _NO_REPLY
     while True:
         try:
-            # after its last word here process 0 goes on talking, as a peer
+            # Messages of `peers` may already follow the final reply.
             for reply in _read_lines(connection):
                 if reply != _REPLY_WAIT:
                     return reply
@@ -333,7 +362,7 @@ def _await_reply(connection: socket.socket, reporter: _WaitReporter) -> str:
 
 
 def _read_lines(connection: socket.socket) -> list[str]:
-    """The lines of text that have come; an empty one where none comes."""
+    """Receives lines of text. Returns one empty line if none is complete."""
     data = b""
     while not data.endswith(b"\n"):
         if len(data) > _MAX_HELLO_BYTES:

@@ -1,4 +1,4 @@
-"""Where a process stands among those of its job: what it is told, or what its scheduler says."""
+"""Number of a process in its job, from variables or the scheduler."""
 
 import os
 from typing import NamedTuple
@@ -7,8 +7,9 @@ from jaxspec.inputs.checked import ConfigError, first_line, require
 from jaxspec.processes.environment import environment_number, environment_text
 
 VARIABLES = ("JAXSPEC_COORDINATOR", "JAXSPEC_PROCESSES", "JAXSPEC_PROCESS_ID")
+"""Variables that describe the job to each process."""
 _JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""What other programs on JAX are told by; each process would take itself for a lone one."""
+"""Variables that other JAX programs read, but jaxspec does not."""
 REMEDY = (
     f"Set {', '.join(VARIABLES)} for each process, or none of them and no scheduler's variables for"
     " a single one"
@@ -16,7 +17,7 @@ REMEDY = (
 
 
 class JobMember(NamedTuple):
-    """A process among those of its job."""
+    """A process of a job."""
 
     coordinator: str
     process_count: int
@@ -27,10 +28,10 @@ class JobMember(NamedTuple):
 
 
 def member_from_variables() -> JobMember | None:
-    """Where the variables of `VARIABLES` put this process; None where none of them is set.
+    """Reads `VARIABLES`. Returns None if none of them is set.
 
     Raises:
-      ConfigError: they cannot be read, or are not all there.
+      ConfigError: they are invalid or incomplete.
     """
     if not any(map(environment_text, VARIABLES)):
         return None
@@ -55,19 +56,25 @@ def member_from_variables() -> JobMember | None:
 
 
 def is_multiprocess_job() -> bool:
-    """Whether a scheduler's variables say that there are several processes."""
+    """Returns whether a scheduler's variables name several processes."""
     task_count = (
         environment_number("SLURM_NTASKS", 1) or environment_number("OMPI_COMM_WORLD_SIZE", 1) or 1
     )
+    # A batch script of SLURM has SLURM_NTASKS too, but only `srun` starts that many processes.
     is_srun_step = "SLURM_STEP_ID" in os.environ or "SLURM_NTASKS" not in os.environ
+    # An indexed job of Kubernetes has no variable with the number of processes.
     return is_srun_step and (
         task_count > 1 or environment_number("JOB_COMPLETION_INDEX", 0) is not None
     )
 
 
 def require_no_jax_variables() -> None:
-    """Refuses what other programs on JAX are told by, where nothing else says that there are other
-    processes."""
+    """Refuses variables for other JAX programs in a single process.
+
+    Raises:
+      ConfigError: one is set, and JAX_NUM_PROCESSES is not 1.
+    """
+    # Otherwise each process of such a job would train alone, all of them in the same folder.
     conflicting = (
         [name for name in _JAX_VARIABLES if environment_text(name)]
         if environment_text("JAX_NUM_PROCESSES") != "1"
@@ -81,15 +88,22 @@ def require_no_jax_variables() -> None:
 
 
 def detect_member(timeout_seconds: int) -> JobMember | None:
-    """Where JAX's own detection of schedulers puts this process; None where that cannot be asked,
-    which leaves the waiting to JAX."""
+    """Detects the scheduler's job with JAX's own code.
+
+    Returns None if that code cannot be called or finds nothing.
+
+    Raises:
+      ConfigError: the scheduler's variables cannot be read.
+    """
     try:
         from jax._src.clusters import ClusterEnv
 
         coordinator, process_count, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, timeout_seconds
         )
-    except (ImportError, AttributeError, TypeError):  # these names are JAX's own affair, and may go
+    except (ImportError, AttributeError, TypeError):
+        # These functions are private to JAX and may change. Without them the processes do not meet,
+        # and JAX alone waits for them.
         return None
     except (RuntimeError, ValueError, LookupError, OSError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What process 0 of a job does, answers or refuses for all of them."""
+"""Actions and answers of process 0 for all processes of a job."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +12,11 @@ from jaxspec.inputs.checked import ConfigError, require
 
 _T = TypeVar("_T")
 _MAX_MESSAGE_BYTES = 4096
-"""Bytes of what process 0 tells the others."""
+"""Maximum length of an error message that process 0 sends."""
 
 
 def run_in_process_0_first(work: Callable[[], _T]) -> _T:
-    """Does `work` in process 0, then in the others, which find what it left."""
+    """Runs `work` in process 0, then in the others, which find its files."""
     result = work() if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("process 0 is done")
@@ -24,19 +24,23 @@ def run_in_process_0_first(work: Callable[[], _T]) -> _T:
 
 
 def broadcast_flag(flag: bool) -> bool:
-    """What process 0 answers, in every process."""
+    """Returns the flag of process 0 in every process."""
     return bool(broadcast_number(int(flag)))
 
 
 def broadcast_number(number: int) -> int:
-    """The number of process 0, of 31 bits, in every process."""
+    """Returns the number of process 0, below 2^31, in every process."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def check_in_process_0(check: Callable[[], None]) -> None:
-    """Does `check` in process 0; what it refuses there, all processes refuse."""
+    """Runs `check` in process 0.
+
+    Raises:
+      ConfigError: `check` raises it in process 0. All processes raise the same message.
+    """
     refusal = ""
     if jax.process_index() == 0:
         try:
@@ -44,9 +48,11 @@ def check_in_process_0(check: Callable[[], None]) -> None:
         except ConfigError as error:
             refusal = str(error)
     if jax.process_count() > 1:
+        # A broadcast needs the same shape in all processes, so the text is padded with blanks.
         message = np.frombuffer(
             refusal.encode()[:_MAX_MESSAGE_BYTES].ljust(_MAX_MESSAGE_BYTES), np.uint8
         )
+        # The text may have been cut within a character.
         refusal = (
             bytes(multihost_utils.broadcast_one_to_all(message)).decode(errors="ignore").strip()
         )
@@ -54,15 +60,19 @@ def check_in_process_0(check: Callable[[], None]) -> None:
 
 
 def build_in_process_0_only(build: Callable[[Path], None]) -> Callable[[Path], None]:
-    """`build` in process 0; elsewhere a complaint, since what process 0 built should have been
-    found."""
+    """Returns `build` in process 0, else a function that raises ConfigError."""
+    # The others call it only if they do not find the folder that process 0 has built.
     return build if jax.process_index() == 0 else lambda folder: require_shared_cache(False, folder)
 
 
 def require_shared_cache(is_shared: bool, folder: Path) -> None:
-    """Refuses to go on where this process has not found what process 0 has made in the cache."""
+    """Requires that this process sees the cache of process 0.
+
+    Raises:
+      ConfigError: `is_shared` is False.
+    """
     require(
         is_shared,
-        f"{folder.parent} does not hold what process 0 has put there; set JAXSPEC_CACHE to a folder"
-        " that all processes share",
+        f"{folder.parent} does not hold the files that process 0 wrote there; set JAXSPEC_CACHE to"
+        " a folder that all processes share",
     )

@@ -31,7 +31,8 @@ from jaxspec.rl.optimizers import Metrics, MetricSums
 from jaxspec.rl.passes import Passes, order_batch_after
 from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.sampling import Processing
-from jaxspec.state import LearnerState, NetworkState, PyTree
+from jaxspec.state import ExportedWeights, LearnerState, NetworkState, PyTree
+from jaxspec.transfer import export_weights
 
 GAP_METRICS = tuple(f"gap/{name}" for name in LogprobGap._fields)
 """Names of the sums from which gap metrics are computed."""
@@ -81,6 +82,8 @@ class Learner:
     """Learning rate of the policy by its update count. None if it is not reported."""
     max_probability_factor: float = math.inf
     """Mean factor between recorded and own probabilities above which logprobs are recomputed."""
+    seed: int = 0
+    """Seed of the run. Exported weights are rounded by it."""
 
     @property
     def accum_dtype(self) -> np.dtype:
@@ -205,6 +208,18 @@ class Learner:
         return state.replace(
             policy=progress.policy, draft=progress.draft, version=version, recompute=recompute
         ), metrics
+
+    @jax.named_scope("export")
+    def export(self, state: LearnerState) -> ExportedWeights:
+        """Returns policy and draft as the generator loads them."""
+        policy, draft = state.policy.network, state.draft.network if state.draft else None
+        # Weights that no update changes must also move between devices after the update.
+        if needs_ordering(self.mesh):
+            ordered_policy = jax.tree.map(
+                lambda leaf: order_after(leaf, [signal_ready(state.version)]), policy
+            )
+            policy = jax.lax.with_sharding_constraint(ordered_policy, self.train_layout(policy))
+        return export_weights(policy, draft, self.dtype, state.version, self.seed)
 
     def evaluate_policy(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> BatchSums:
         """Evaluates the policy's loss and gap on a batch."""

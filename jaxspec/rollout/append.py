@@ -1,9 +1,9 @@
-"""Reading of known text: prompts, and the texts of rows that lost their pages.
+"""Prefill of known text: prompts, and the texts of evicted rows.
 
-Text is read in pieces. One pass of the target reads the next pieces of all texts, however many
-rows they belong to, and writes keys and values where they stay (chunked prefill; Agrawal et al.,
-arXiv 2308.16369). A row that was evicted starts from its prompt once more and reads its own tokens
-again (preemption by recompute; Kwon et al., arXiv 2309.06180).
+Text is read in pieces. One pass of the target reads the next pieces of all texts, however many rows
+they belong to. It writes keys and values directly to their final place (chunked prefill, Agrawal et
+al., arXiv 2308.16369). An evicted row starts from its prompt and reads its own tokens again
+(preemption by recompute, Kwon et al., arXiv 2309.06180).
 """
 
 from typing import NamedTuple
@@ -24,17 +24,19 @@ from jaxspec.state import Drafter, PyTree
 
 
 class Texts(NamedTuple):
-    """H texts with a part that is not read yet."""
+    """H texts that are partly unread."""
 
     tokens: Int[Array, "R S"]
-    """Of all rows."""
+    """Tokens of all rows."""
     rows: Int[Array, " H"]
-    """The row of each text."""
+    """Row of each text."""
     lengths: Int[Array, " H"]
+    """Tokens of each text."""
+    # The next round reads the last token.
     unread_counts: Int[Array, " H"]
-    """Positions to read, up to the last but one. The last token is read by the next round."""
+    """Positions to read. They end before the last token."""
     table: Int[Array, "H N"]
-    """Pages of each text."""
+    """Page table of each text."""
 
 
 class PassSize(NamedTuple):
@@ -42,13 +44,13 @@ class PassSize(NamedTuple):
 
     piece_count: int
     piece_length: int
-    """Of each piece."""
+    """Positions per piece."""
 
 
 def append_texts(
     target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, size: PassSize
 ) -> DecodeState:
-    """Reads what prompts and rows in slots have yet to read, into their pages."""
+    """Reads the unread text of slots and prompts into their pages."""
     rollout, prompts, slots = state.rollout, state.queue.prompts, slot_count(state)
     texts = Texts(
         tokens=rollout.tokens,
@@ -59,6 +61,7 @@ def append_texts(
         unread_counts=state.unread_counts,
         table=state.pages.table,
     )
+    # One array for slots and prompts, so that a pass can read pieces of both.
     draft_states = jax.tree.map(
         lambda *leaves: jnp.concatenate(leaves, axis=0), state.draft, prompts.draft
     )
@@ -88,7 +91,7 @@ def read_texts(
 ) -> tuple[Caches, PyTree]:
     """Reads the unread part of texts.
 
-    Returns the caches without a table, and the draft's state of each text.
+    Returns the caches without a table, and the draft state of each text.
     """
     piece_ends = jnp.cumsum(-(-texts.unread_counts // size.piece_length), dtype=jnp.int32)
 
@@ -97,7 +100,7 @@ def read_texts(
     ) -> tuple[Caches, PyTree]:
         caches, draft_state = loop_state
         pieces = select_pieces(texts, piece_ends, pass_index, size)
-        # no page where there is no text, so that nothing is written
+        # Pieces without a text get no page, so that they write nothing.
         table = jnp.take(
             texts.table,
             pieces.text_indices,
@@ -108,7 +111,7 @@ def read_texts(
         caches = caches.with_table(table)
         tap_layers = draft.taps if draft else ()
         forward = target(pieces.tokens, pieces.positions, caches.target, tap_layers)
-        assert forward.cache is not None, "a cache that goes in comes back"
+        assert forward.cache is not None, "a decoder with a cache returns it"
         draft_cache: KVCache | None = caches.draft
         if draft is not None:
             draft_state, draft_cache = draft.prefill(
@@ -116,6 +119,7 @@ def read_texts(
             )
         return Caches(target=forward.cache, draft=draft_cache).without_table(), draft_state
 
+    # Expert members run in lockstep, so all make the passes of the one with the most pieces.
     pass_count = max_over_experts((piece_ends[-1] + size.piece_count - 1) // size.piece_count)
     return lax.fori_loop(0, pass_count, read_pieces, (caches.without_table(), draft_state))
 
@@ -123,9 +127,12 @@ def read_texts(
 def select_pieces(
     texts: Texts, piece_ends: Int[Array, " H"], pass_index: Int[Array, ""], size: PassSize
 ) -> Pieces:
-    """Returns the pieces of a pass; `piece_ends` counts those of all texts up to each."""
+    """Returns the pieces of a pass.
+
+    `piece_ends` is the cumulative number of pieces of the texts.
+    """
     piece_numbers = pass_index * size.piece_count + jnp.arange(size.piece_count, dtype=jnp.int32)
-    # `searchsorted` would be a loop of many kernels on a GPU
+    # `searchsorted` would be a loop of many kernels on GPUs.
     text_indices = jnp.sum(piece_numbers[:, None] >= piece_ends, axis=1, dtype=jnp.int32)
     first_piece = jnp.where(
         text_indices > 0, jnp.take(piece_ends, text_indices - 1, mode="clip"), 0
@@ -138,10 +145,12 @@ def select_pieces(
         gather_text(texts.lengths - 1 - texts.unread_counts)
         + (piece_numbers - first_piece) * size.piece_length
     )
+    # The last piece of a text may be shorter.
     piece_lengths = jnp.clip(gather_text(texts.lengths) - 1 - start_positions, 0, size.piece_length)
     has_text = text_indices < len(piece_ends)
     start_positions = jnp.where(has_text, start_positions, 0)
     positions = start_positions[:, None] + jnp.arange(size.piece_length, dtype=jnp.int32)
+    # An empty slot has a row number beyond the last row.
     piece_rows = jnp.minimum(gather_text(texts.rows), len(texts.tokens) - 1)[:, None]
     tokens = texts.tokens[piece_rows, jnp.minimum(positions, texts.tokens.shape[1] - 1)]
     return Pieces(

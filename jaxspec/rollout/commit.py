@@ -1,4 +1,7 @@
-"""Commits a verified block: cuts it where the response ends, and writes it into the rows."""
+"""Commit of verified blocks.
+
+A block is cut where the response ends, and written into its row.
+"""
 
 from typing import NamedTuple
 
@@ -48,7 +51,7 @@ def commit_block(
     comparison: BlockComparison,
     settings: Settings,
 ) -> BlockCommit:
-    """Cuts each block at its first end, and writes the tokens before the cut.
+    """Cuts each block at its first end, and writes it.
 
     A block ends at an end token, a stop string, the length limit or a failure. Slots whose rows
     have ended keep nothing.
@@ -60,6 +63,7 @@ def commit_block(
     draft_tokens = proposal.tokens
     offsets = jnp.arange(draft_tokens.shape[1] + 1, dtype=jnp.int32)
     accepted = verdict.accepted[:, None]
+    # Entries after the next token repeat it, and are never committed.
     block = jnp.where(
         offsets < accepted, jnp.pad(draft_tokens, ((0, 0), (0, 1))), verdict.next_token[:, None]
     )
@@ -70,6 +74,7 @@ def commit_block(
     if settings.stop is not None and stop_state is not None:
         is_stop, offset_states = settings.stop(gather_rows(stop_state, rows), block)
         response_positions = block_positions(lengths - prompt_lengths, block.shape[1])
+        # Before the minimum length, stop strings end nothing. End tokens cannot be sampled there.
         is_end |= is_stop & (response_positions >= settings.processing.min_new_tokens)
     is_end &= offsets < finite_count[:, None]
     first_end = jnp.argmax(is_end, axis=1).astype(jnp.int32)
@@ -79,11 +84,13 @@ def commit_block(
     committed = offsets < count[:, None]
     if stop_state is not None and offset_states is not None:
         state_after = jnp.take_along_axis(offset_states, count[:, None], axis=1)[:, 0]
+        # A difference, because `add_to_rows` adds.
         stop_state = add_to_rows(stop_state, rows, state_after - offset_states[:, 0])
     has_failed = finite_count <= verdict.accepted
+    # An end token at the length limit counts as EOS.
     status = jnp.where(count == room, LENGTH, jnp.where(has_failed, FAILED, RUNNING))
     status = jnp.where(jnp.any(is_end & committed, axis=1), EOS, status)
-    # Positions beyond the buffer are dropped.
+    # Tokens after the cut get a position beyond the buffer, and are dropped.
     positions = jnp.where(committed, lengths[:, None] + offsets, rollout.tokens.shape[1])
     row_indices = state.row[:, None]
     rollout = rollout.replace(
@@ -103,7 +110,7 @@ def commit_block(
 def _token_origins(
     offsets: Int[Array, " K1"], accepted: Int[Array, " B"], draft_counts: Int[Array, " B"]
 ) -> Int8[Array, "B K1"]:
-    """Origin of each token of the blocks, as in `Rollout.origin`."""
+    """Returns the origin of each token of the blocks, as in `Rollout.origin`."""
     next_token = jnp.where(accepted < draft_counts, CORRECTION, BONUS)
     next_token = jnp.where(draft_counts > 0, next_token, UNDRAFTED)[:, None]
     return jnp.where(offsets < accepted[:, None], DRAFTED + offsets, next_token).astype(jnp.int8)

@@ -1,5 +1,8 @@
-"""What a rollout carries from round to round. It has one shape: every part is always there, and XLA
-removes those that a program never changes."""
+"""Loop state of generation.
+
+All fields are always present, so that the state has one shape. XLA removes those that a program
+never changes.
+"""
 
 from collections.abc import Callable
 
@@ -14,14 +17,14 @@ from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, py
 
 @pytree
 class Caches(Tree):
-    """Keys and values of target and draft, slot for slot."""
+    """Key-value caches of target and draft, by slot."""
 
     target: KVCache
     draft: KVCache | None
-    """None: there is no draft, or one without a cache."""
+    """None without a draft, or if the draft has no cache."""
 
     def map(self, function: Callable[..., KVCache], *other_caches: "Caches") -> "Caches":
-        """Both, changed alike."""
+        """Applies a function to both caches."""
         target = function(self.target, *(other.target for other in other_caches))
         if self.draft is None:
             return Caches(target=target, draft=None)
@@ -30,94 +33,110 @@ class Caches(Tree):
         )
 
     def with_table(self, table: Int[Array, "B N"]) -> "Caches":
-        """As a round reads and writes them."""
+        """Returns the caches with a page table, as a round needs them."""
         return self.map(lambda cache: cache.replace(table=table))
 
     def without_table(self) -> "Caches":
-        """As they lie between rounds."""
+        """Returns the caches without a page table, as the state stores them."""
+        # Between rounds `DecodeState.pages` has the table.
         return self.with_table(no_table())
 
     @property
     def page_size(self) -> int:
-        """Positions of a page."""
+        """Positions per page."""
         return self.target.page_size
 
 
 @pytree
 class PromptState(Tree):
-    """State that every row of a group starts from, by prompt.
+    """Initial state of the rows of each prompt.
 
-    Empty (n = 0) where every row has a slot from the start.
+    Empty (n = 0) if every row has a slot from the start.
     """
 
     first_row: Int[Array, " n"]
-    """The first row of its group."""
+    """First row of each prompt's group."""
     caches: Caches
-    """Empty too where the prompts' keys and values lie in pages."""
+    """Caches of the prompts. Also empty if their keys and values are in pages."""
     draft: PyTree
+    """Draft state after each prompt."""
 
 
 @pytree
 class Queue(Tree):
-    """The rows that have no slot."""
+    """FIFO queue of rows without a slot."""
 
     waiting: Bool[Array, " R"]
+    """Whether each row waits for a slot."""
+    # The order never changes. An evicted row therefore returns before all rows after it.
     admission_order: Int[Array, " R"]
-    """Rows in order of admission; an evicted row comes again before those behind it."""
+    """Rows in order of admission."""
     prompts: PromptState
 
 
 StopStrings = Callable[
     [Int[Array, " B"], Int[Array, "B T"]], tuple[Bool[Array, "B T"], Int[Array, "B T1"]]
 ]
-"""(states, tokens) -> whether a stop string ends inside each token, and the states before them and
-after each. A state says how much of a stop string a text ends with; 0: nothing."""
+"""(states, tokens) -> (is_stop, states).
+
+`is_stop` marks tokens inside which a stop string ends. The returned states are those before the
+first token and after each. A state is that of an automaton: the part of a stop string that the text
+ends with. 0 is no part.
+"""
 
 
 @pytree
 class DecodeState(Tree):
-    """Everything a rollout carries between rounds. R rows, of which B are in slots; all of it is
-    local to a `data` shard."""
+    """Loop state of R rows in B slots.
+
+    It is local to a `data` shard.
+    """
 
     rollout: Rollout
-    """The rows so far."""
+    """Rows generated so far."""
     row: Int[Array, " B"]
-    """The row in each slot, R where there is none."""
+    """Row in each slot, R if the slot is empty."""
     keys: Key[Array, " R"]
+    """Noise key of each row."""
+    # The next round reads the last committed token.
     caches: Caches
-    """The target's is valid below the last committed token, which the next round reads, but for
-    what `unread_counts` says is unread."""
+    """Caches of the slots. The target's is valid below each row's last committed token, except for
+    the positions in `unread_counts`."""
     draft: PyTree
-    """What else the draft keeps, by slot."""
+    """Draft state of each slot, in addition to its cache."""
+    # One entry rather than a scalar, so that data shards can each have their own.
     round: Int[Array, " 1"]
-    """Rounds so far."""
+    """Number of rounds so far."""
     queue: Queue
     pages: Pages
-    """Of the slots, then of the prompts. There are none where caches are contiguous."""
+    """Pages of the slots, then of the prompts. None if caches are contiguous."""
     unread_counts: Int[Array, " A"]
-    """Positions of each holder of pages that `append_texts` has yet to read."""
+    """Positions of each owner of pages that `append_texts` must still read."""
     admission_index: Int[Array, " B"]
-    """How many admissions there were before that of each slot's row."""
+    """Order in which the slots' rows were admitted. The youngest row has the highest index."""
     acceptance: AcceptanceEstimate
-    """Of the draft, with a first axis of one; it stays as it is where all rounds draft alike."""
+    """Acceptance of the draft, with a first axis of one. Constant if all rounds have one draft
+    length."""
     stop_state: Int[Array, " R"] | None
-    """How much of a stop string each response ends with; None: there are none, and nothing of them
-    is compiled."""
+    """Stop-string automaton state of each row. None without stop strings."""
 
 
 def slot_count(state: DecodeState) -> int:
-    """Rows that are generated at once."""
+    """Returns the number of slots."""
     return len(state.row)
 
 
 def rows_may_wait(state: DecodeState) -> bool:
-    """Whether a row may have no slot. Known when a program is traced."""
+    """Returns whether a row may lack a slot. Known at trace time."""
     return len(state.queue.prompts.first_row) > 0
 
 
 def pages_may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
-    """Whether there are fewer pages than all slots and prompts can need: whether a row can be
-    evicted. Known when a program is traced, of a state with all its slots."""
+    """Returns whether a row may be evicted. Known at trace time.
+
+    This is so if there are fewer pages than all slots and prompts can need. `state` must have all
+    its slots, not those of a tail loop.
+    """
     pages, slots = state.pages, slot_count(state)
     owner_count, pages_per_row = pages.table.shape
     if not pages_per_row:
@@ -128,40 +147,40 @@ def pages_may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
 
 
 Rows = slice | Int[Array, " B"]
-"""The row of each slot, as an index."""
+"""Index of each slot's row."""
 
 
 def rows_of_slots(state: DecodeState) -> Rows:
-    """All rows in order where each has a slot of its own, else `row`.
-
-    That they are in order is known when a program is traced, but not to XLA, which makes a loop of
-    each scatter on a CPU: a plain round would have 7 loops more, one with a draft 13.
-    """
+    """Returns each slot's row: a full slice if slots and rows coincide."""
+    # XLA does not know that the rows are in order, and makes each scatter a loop on CPUs: 7 loops
+    # more in a plain round, 13 in one with a draft.
     in_order = not rows_may_wait(state) and slot_count(state) == len(state.rollout.status)
     return slice(None) if in_order else state.row
 
 
 def gather_rows(leaf: Array, rows: Rows) -> Array:
-    """What a slot's row has; for an empty slot, that of the last row."""
+    """Gathers values by slot. An empty slot gets those of the last row."""
     return leaf[rows] if isinstance(rows, slice) else jnp.take(leaf, rows, axis=0, mode="clip")
 
 
 def add_to_rows(leaf: Array, rows: Rows, change: Array) -> Array:
-    """Adds to what rows have, by slot."""
+    """Adds a change per slot to the rows. Empty slots change nothing."""
     return leaf + change if isinstance(rows, slice) else leaf.at[rows].add(change, mode="drop")
 
 
 def active_slots(state: DecodeState) -> Bool[Array, " B"]:
-    """Slots with a row that has not ended."""
+    """Returns which slots have a running row."""
     running = gather_rows(state.rollout.status, rows_of_slots(state)) == RUNNING
+    # An empty slot has gathered the status of the last row.
     return running & (state.row < len(state.rollout.status))
 
 
 def has_unread_text(state: DecodeState) -> Bool[Array, ""]:
-    """Whether a row cannot take part in a round before its text is read."""
+    """Returns whether a text must be read before the next round."""
+    # Expert members of a shard run in lockstep, so they decide together.
     return max_over_experts(jnp.any(state.unread_counts > 0))
 
 
 def has_waiting_rows(state: DecodeState) -> Bool[Array, ""]:
-    """Whether a row has no slot yet."""
+    """Returns whether a row waits for a slot."""
     return jnp.any(state.queue.waiting)

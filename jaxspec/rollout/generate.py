@@ -1,9 +1,10 @@
-"""The rollout engine: `begin` (prefill), `advance` (rounds of draft, verify, commit), `collect`.
+"""The rollout engine.
 
-`generate_sharded` does all of it in one program.
+`begin` prefills, `advance` runs rounds of draft, verify and commit, and `collect` returns the
+rollout. They work on the rows of one shard.
 
-All three work on the rows of one shard; `generate_sharded`, `begin_sharded` and `advance_sharded`
-run them on every shard of a mesh, of which those that differ in `expert` alone step together.
+`begin_sharded` and `advance_sharded` run them on every shard of a mesh. `generate_sharded` runs all
+three in one program. Shards that differ only in `expert` run in lockstep.
 """
 
 from typing import Any
@@ -39,15 +40,15 @@ def advance(
     settings: Settings,
     is_prefilled: bool = True,
 ) -> DecodeState:
-    """Runs up to `max_rounds` rounds, or until every row has ended.
+    """Runs up to `max_rounds` rounds, or until all rows end.
 
     Slices give the same tokens as one long call. `is_prefilled` says whether all prompts are read.
     """
-    # Without a limit, `max_rounds` is the largest number: the sum must not pass it.
+    # Without a limit, `max_rounds` is the largest integer. The sum must not overflow.
     round_limit = state.round[0] + jnp.minimum(
         max_rounds, jnp.iinfo(jnp.int32).max - state.round[0]
     )
-    # A shard of few rows begins with fewer slots than its tail's first loop has.
+    # A shard of few rows may have fewer slots than the first tail loop.
     tail = tuple(size for size in settings.tail if size < slot_count(state))
     may_evict = pages_may_run_out(state, settings.max_new_tokens)
     loops = build_loops(target, drafter, draft, settings, round_limit, may_evict)
@@ -55,11 +56,14 @@ def advance(
     def read_texts(state: DecodeState) -> DecodeState:
         return append_unread_texts(target, drafter, draft, state, settings)
 
+    # Without eviction there is only the text of the prompts, which is read once.
     if not may_evict and not is_prefilled:
         state = read_texts(state)
     if loops.needs_pause is None:
         return run_loops(loops, loops.fill_slots(state), tail)
 
+    # Prompts are read before slots copy their pages. A row that is admitted with unread text stops
+    # the rounds at once, and the next iteration reads it.
     def fill_and_run(state: DecodeState) -> DecodeState:
         return run_loops(loops, loops.fill_slots(read_texts(state) if may_evict else state), tail)
 
@@ -78,13 +82,16 @@ def begin(
     key: Key[Array, ""],
     settings: Settings,
 ) -> DecodeState:
-    """Builds the state before the first round, with all prompts read; see `prepare_state`."""
+    """Builds the state before the first round, with all prompts read.
+
+    Arguments are those of `prepare_state`.
+    """
     state = prepare_state(target, drafter, draft, prompts, first_prompt, key, settings)
     return append_unread_texts(target, drafter, draft, state, settings)
 
 
 def collect(state: DecodeState) -> Rollout:
-    """The rows as they stand, without caches and queue."""
+    """Returns the rows generated so far, without caches and queue."""
     return state.rollout
 
 
@@ -97,11 +104,12 @@ def generate_sharded(
     settings: Settings,
     mesh: Mesh,
 ) -> Rollout:
-    """Answers every prompt `group_size` times; no Python between the first token and the last.
+    """Answers every prompt `group_size` times, in one program.
 
-    Every data shard leaves its loop when its own rows have ended: only within one is anything said
-    between devices.
+    No Python runs between the first token and the last. Each data shard leaves its loop when its
+    own rows have ended.
     """
+    # Trip counts differ between data shards, so devices communicate only within one.
 
     def run_shard(
         target: Decoder,
@@ -131,7 +139,7 @@ def begin_sharded(
     settings: Settings,
     mesh: Mesh,
 ) -> DecodeState:
-    """`begin` on every shard of `mesh`."""
+    """Runs `begin` on every shard of `mesh`."""
 
     def run_shard(
         target: Decoder,
@@ -152,7 +160,7 @@ def begin_sharded(
             else leaf
         )
 
-    # How each part is split depends on its shape, which what runs on one shard says.
+    # The specs depend on the rank of each leaf of one shard's state.
     state = jax.eval_shape(
         run_shard, target, drafter, *jax.tree.map(shard_shape, (prompts, prompt_numbers)), key
     )
@@ -170,7 +178,7 @@ def advance_sharded(
     settings: Settings,
     mesh: Mesh,
 ) -> DecodeState:
-    """`advance` on every shard of `mesh`."""
+    """Runs `advance` on every shard of `mesh`."""
 
     def run_shard(
         target: Decoder, drafter: Drafter, state: DecodeState, max_rounds: Int[Array, ""]
@@ -185,13 +193,13 @@ def advance_sharded(
 
 def _begin_inputs(mesh: Mesh, networks: PyTree, prompts: Prompts) -> tuple[Any, Array]:
     prompt_specs = jax.tree.map(lambda leaf: P(ROWS) if leaf.ndim else P(), prompts)
-    # Of the prompts' numbers, split like them, a shard gets its own first: a row's key holds its
-    # number in the whole batch, so that tokens do not depend on the mesh.
+    # Prompt numbers are sharded like prompts, so that each shard knows its first one. Noise keys
+    # of rows depend on it, so that tokens do not depend on the mesh.
     prompt_numbers = jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
     return (*shard_specs(mesh, networks), prompt_specs, P(ROWS), P()), prompt_numbers
 
 
 def _state_specs(state: DecodeState) -> PyTree:
-    """Rows (or pages) stand second in the caches of layers that are stacked, first everywhere
-    else."""
+    """Returns the partition specs of a state."""
+    # The axis of rows or pages is second in caches of stacked layers, and first elsewhere.
     return jax.tree.map(lambda leaf: P(None, ROWS) if leaf.ndim == 5 else P(ROWS), state)

@@ -1,5 +1,7 @@
-"""The generator: how weights become rollouts, on a mesh of its own; what it needs to know of a run
-was chosen when it was built."""
+"""Generator of rollouts on a mesh.
+
+All settings of a run that it needs are fixed when it is built.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 
 from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.base import Draft
-from jaxspec.inputs.streams import Stream, stream_key
+from jaxspec.inputs.streams import stream_key
 from jaxspec.kernels.order import needs_ordering, order_after, signal_all_ready, signal_ready
 from jaxspec.mesh import (
     DATA,
@@ -23,9 +25,7 @@ from jaxspec.mesh import (
     has_accelerators,
     row_shard_count,
 )
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast_floats
-from jaxspec.models.lora import AdaptedDecoder, merge_lora
+from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.weight_layout import (
     WeightLayout,
     apply_layout,
@@ -44,49 +44,51 @@ from jaxspec.state import (
     LENGTH,
     PROMPT,
     Drafter,
+    ExportedWeights,
     GeneratorState,
     Prompts,
-    PyTree,
     Rollout,
     RolloutWeights,
     Statistics,
 )
 
+# The types that XLA captures by default, and loops.
 COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-"""XLA's names of what can go into a CUDA graph: all that it puts there by itself, and loops."""
+"""XLA's names of the operations that may go into CUDA graphs."""
+# A loop of fewer slots saves too little to be worth compiling.
 SMALLEST_TAIL = 4
-"""Slots below which a smaller loop saves nothing that compiling it is worth."""
+"""Minimum slots of a tail loop."""
+# On accelerators a round costs nearly the same with fewer rows, and each loop takes seconds to
+# compile.
 TAILS, TAIL_ON_CARDS = (4, 16), (8,)
-"""Parts of the slots that the loops of the last rows have. On accelerators a round costs nearly
-the same with fewer rows, and each loop takes seconds to compile."""
+"""Divisors that give the slots of the tail loops, on CPUs and on accelerators."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """How prompts are answered."""
+    """Generator with fixed shapes and settings."""
 
     mesh: Mesh
     settings: Settings
     draft: Draft | None
+    """None for plain decoding."""
     dtype: str
-    """Of weights, keys and values."""
+    """Type of weights, keys and values."""
     seed: int
     prompt_length: int
-    """Of the longest prompt."""
+    """Maximum tokens of a prompt."""
     past_answers: int
-    """Earlier answers that a prompt brings along."""
+    """Number of earlier answers that come with each prompt."""
     slots: int
-    """Rows that a data shard generates at once, at most."""
+    """Maximum number of rows that a data shard generates at once."""
     uses_tail: bool
     """Whether the last rows move to smaller loops."""
     make_layouts: Callable[[Mesh, int, int], tuple[WeightLayout, WeightLayout]]
-    """(mesh, slots, draft length) -> how the weights of the policy lie for that, and those of the
-    draft."""
+    """(mesh, slots, draft length) -> weight layouts of policy and draft."""
     command_buffers: bool
     """Whether its loops go into CUDA graphs."""
     description: str
-    """What else its programs depend on (policy, draft), in words that a key of measurements is made
-    of."""
+    """Description of policy and draft. It is part of the cache key of round costs."""
 
     # ---- variants
 
@@ -98,20 +100,28 @@ class Generator:
         draft: Draft | None = None,
         **settings: Any,
     ) -> "Generator":
-        """This generator for another number of `prompts` a call, each answered `group_size`
-        times, with another draft, or with other settings.
+        """Returns this generator with other sizes, draft or settings.
 
-        A variant is one more program to compile.
+        Each variant is another program to compile.
+
+        Args:
+          prompts: number of prompts per call. 0 keeps slots and tail as they are.
+          group_size: answers per prompt. 0 keeps the current number.
+          draft: None keeps the current draft.
+          **settings: fields of `Settings` to replace.
 
         Raises:
-          ValueError: another group size without the number of prompts, on which the number of slots
-            depends.
+          ValueError: if `group_size` is given without `prompts`.
         """
         new_settings = self.settings._replace(**settings)
+        # The number of slots depends on both.
         if group_size and not prompts:
-            raise ValueError(f"groups of {group_size} rows: say how many prompts there are, too")
+            raise ValueError(
+                f"group_size is {group_size}, but the number of prompts is missing: pass prompts"
+            )
         if prompts:
             rows_per_prompt = group_size or new_settings.group_size
+            # More slots than rows would stay empty.
             slots = min(self.slots, prompts * rows_per_prompt // row_shard_count(self.mesh))
             tail = (
                 tuple(
@@ -128,43 +138,45 @@ class Generator:
         return dataclasses.replace(self, settings=new_settings, draft=draft or self.draft)
 
     def without_draft(self) -> "Generator":
-        """This generator without a draft: plain decoding."""
+        """Returns this generator without a draft, for plain decoding."""
         return dataclasses.replace(self, draft=None, settings=self.settings._replace(lengths=()))
 
-    # ---- what it knows
+    # ---- properties and state
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Of programs that generate. A graph may be of one kernel, as without that limit lifted
-        some pieces, and with them the loops around, would stay outside."""
+        """XLA options for programs that generate."""
         if not self.command_buffers:
             return {}
+        # Generation communicates only within a data shard.
         members = self.mesh.size // self.mesh.shape[DATA]
         kinds = COMMAND_BUFFERS + ",COLLECTIVES" * (members > 1)
+        # Allows graphs of a single kernel. XLA's default minimum would leave small pieces, and the
+        # loops around them, outside.
         return {"xla_gpu_enable_command_buffer": kinds, "xla_gpu_graph_min_graph_size": "1"}
 
     @property
     def draft_length(self) -> int:
-        """Tokens drafted a round (K); 0: plain decoding."""
+        """Maximum number of draft tokens per round (K), 0 for plain decoding."""
         return self.draft.max_length if self.draft else 0
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Boundaries at which the draft reads the policy's residual stream."""
+        """Layer boundaries whose residual stream the draft reads."""
         return self.draft.taps if self.draft else ()
 
     @property
     def row_length(self) -> int:
-        """Tokens of the longest row."""
+        """Maximum tokens of a row, prompt and response together."""
         return self.prompt_length + self.settings.max_new_tokens
 
     @property
     def weight_layouts(self) -> tuple[WeightLayout, WeightLayout]:
-        """How the weights of policy and draft lie."""
+        """Weight layouts of policy and draft."""
         return self.make_layouts(self.mesh, self.settings.slots, self.draft_length)
 
     def init_state(self) -> GeneratorState:
-        """What is known before anything was generated."""
+        """Returns the state before the first rollout."""
         chooser = (
             length_chooser.init_chooser(self.settings.lengths, self.row_length)
             if self.settings.lengths
@@ -177,8 +189,11 @@ class Generator:
         )
 
     def update_state(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
-        """What is known after a rollout: for the draft's temperatures and lengths in the next
-        ones, and for its training."""
+        """Updates the state with a rollout's statistics.
+
+        The state sets the draft's temperatures and lengths in later rollouts. It also tracks the
+        acceptance length for the draft's training.
+        """
         chooser = (
             None
             if state.chooser is None
@@ -191,9 +206,13 @@ class Generator:
         )
 
     def count_weight_bytes(self, weights: RolloutWeights) -> int:
-        """Bytes of the weights on each device: whole on every data shard, but that `tensor` splits
-        them, and `expert` the experts."""
+        """Returns the bytes of the weights on each device.
+
+        Each data shard holds all weights, split over `tensor`. Experts are also split over
+        `expert`.
+        """
         networks = weights.target, weights.drafter
+        # These specs split nothing over `tensor`, which the last line accounts for.
         shard_shapes = jax.tree.map(
             lambda leaf, spec: NamedSharding(self.mesh, spec).shard_shape(leaf.shape),
             networks,
@@ -206,22 +225,16 @@ class Generator:
 
     # ---- generation
 
-    @jax.named_scope("sync")
-    def sync_weights(
-        self,
-        policy: Decoder | AdaptedDecoder,
-        draft: PyTree,
-        state: GeneratorState,
-        version: Int[Array, ""] | int = 0,
-    ) -> RolloutWeights:
-        """Weights as generation reads them: adapters merged, cast, resharded, laid out. The only
-        place where weights change sides."""
-        policy = merge_lora(policy, rounding_key(self.seed, version))
-        networks = to_rollout_layout(
-            (policy, draft), self.mesh, LOGICAL_AXES, jnp.dtype(self.dtype)
-        )
-        version = jnp.asarray(version, jnp.int32)
-        # prefill does not read all weights, and would run beside the collectives of the others
+    @jax.named_scope("load")
+    def load(self, exported: ExportedWeights, state: GeneratorState) -> RolloutWeights:
+        """Reshards exported weights, and lays them out for generation.
+
+        The weights must be on this generator's mesh.
+        """
+        networks = to_rollout_layout((exported.policy, exported.draft), self.mesh, LOGICAL_AXES)
+        version = exported.version
+        # Prefill does not read all weights. Without this order, its collectives could run in
+        # parallel with those that gather the other weights.
         if needs_ordering(self.mesh):
             version = order_after(version, [signal_all_ready(networks, self.mesh, LOGICAL_AXES)])
         target, network = map(apply_layout, networks, self.weight_layouts)
@@ -230,12 +243,13 @@ class Generator:
         return RolloutWeights(target=target, drafter=drafter, version=version)
 
     def call_key(self, prompts: Prompts) -> Key[Array, ""]:
-        """All noise of a call comes from here: (seed, stream, batch)."""
+        """Returns the key of all noise of a call, derived from (seed, stream, batch)."""
         return stream_key(self.seed, prompts.stream, prompts.batch)
 
     @jax.named_scope("generate")
     def generate(self, weights: RolloutWeights, prompts: Prompts) -> Rollout:
-        """Answers every prompt."""
+        """Answers every prompt, in one program."""
+        # The version exists once all weights are loaded.
         if needs_ordering(self.mesh):
             lengths = order_after(prompts.lengths, [signal_ready(weights.version)])
             prompts = prompts.replace(lengths=lengths)
@@ -252,7 +266,7 @@ class Generator:
 
     @jax.named_scope("generate")
     def begin(self, weights: RolloutWeights, prompts: Prompts) -> DecodeState:
-        """Prefills, for generation in slices."""
+        """Prefills the prompts, for generation in slices."""
         return generation.begin_sharded(
             weights.target,
             weights.drafter,
@@ -267,13 +281,16 @@ class Generator:
     def advance(
         self, weights: RolloutWeights, state: DecodeState, max_rounds: Int[Array, ""]
     ) -> DecodeState:
-        """One slice of generation; slices give the tokens of one long call."""
+        """Runs one slice of generation.
+
+        Slices give the same tokens as one long call.
+        """
         return generation.advance_sharded(
             weights.target, weights.drafter, self.draft, state, max_rounds, self.settings, self.mesh
         )
 
     def collect(self, weights: RolloutWeights, state: DecodeState) -> Rollout:
-        """The rows as they stand."""
+        """Returns the rows generated so far."""
         return state.rollout.replace(
             version=jnp.zeros_like(state.rollout.version) + weights.version
         )
@@ -281,13 +298,15 @@ class Generator:
     def measure_rollout(
         self, rollout: Rollout, weights: RolloutWeights
     ) -> dict[str, Num[Array, ""]]:
-        """Lengths, endings and acceptance of the rows that were generated."""
+        """Returns metrics of the generated rows: lengths, endings and acceptance."""
+        # Padding is idle, and so are all rows in the last call of a run.
         has_run, has_ended = rollout.status != IDLE, rollout.status == EOS
         rows = jnp.maximum(jnp.sum(has_run), 1)
         lengths = rollout.lengths - rollout.prompt_lengths
         tokens = jnp.sum(jnp.where(has_run, lengths, 0))
         ended_count = jnp.sum(has_ended)
         ended_length = jnp.sum(jnp.where(has_ended, lengths, 0)) / jnp.maximum(ended_count, 1)
+        # `nanmin` and `nanmax` skip the idle rows.
         run_lengths = jnp.where(has_run, lengths.astype(jnp.float32), jnp.nan)
         return {
             "rollout/tokens": tokens,
@@ -295,6 +314,7 @@ class Generator:
             "rollout/length_mean": tokens / rows,
             "rollout/length_min": jnp.nanmin(run_lengths),
             "rollout/length_max": jnp.nanmax(run_lengths),
+            # There is no mean without a row that ended.
             "rollout/length_ended": jnp.where(ended_count > 0, ended_length, jnp.nan),
             "rollout/prompt_length": jnp.sum(jnp.where(has_run, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(
@@ -309,7 +329,7 @@ class Generator:
     # ---- shapes
 
     def empty_prompts(self, prompt_count: int) -> Prompts:
-        """Zeros in the shape of a call's prompts."""
+        """Returns zeros in the shape of a call's prompts."""
         tokens = jnp.zeros((prompt_count, self.prompt_length), jnp.int32)
         lengths = jnp.zeros((prompt_count,), jnp.int32)
         number = jnp.zeros((), jnp.int32)
@@ -324,7 +344,8 @@ class Generator:
         )
 
     def empty_rollout(self, row_count: int) -> Rollout:
-        """Zeros in the shape of a rollout."""
+        """Returns zeros in the shape of a rollout."""
+        # As in `prepare_state`: log-probabilities have at least float32.
         accum_dtype: Any = jnp.float64 if self.dtype == "float64" else jnp.float32
         zeros, size = jnp.zeros((row_count,), jnp.int32), self.row_length
         statistics = init_statistics(
@@ -348,18 +369,12 @@ class Generator:
         )
 
 
-def rounding_key(seed: int, version: Int[Array, ""] | int) -> Key[Array, ""]:
-    """Key by which a version's merged adapters are rounded, whenever it generates."""
-    return stream_key(seed, Stream.ROUNDING, version)
+def to_rollout_layout(weights: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]]) -> Any:
+    """Constrains every weight to the rollout layout.
 
-
-def to_rollout_layout(
-    network: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]], dtype: Any
-) -> Any:
-    """Weights from the train layout to the rollout layout: casts to `dtype` and constrains every
-    leaf, inside a jit one all-gather for each sharded weight."""
-    # without the barrier XLA gathers some weights first, in the wider type, and casts them then
-    weights = pad_vocabulary(jax.lax.optimization_barrier(cast_floats(network, dtype)), mesh)
+    Inside a jit this is one all-gather for each sharded weight.
+    """
+    weights = pad_vocabulary(weights, mesh)
     return jax.lax.with_sharding_constraint(
         weights, assign_shardings(mesh, weights, axes, ROLLOUT_RULES)
     )

@@ -1,4 +1,8 @@
-"""Loops of rounds: of all slots, of ever fewer for the last rows, and of every draft length."""
+"""Loops of rounds.
+
+There is a loop over all slots, and smaller loops for the last rows (the tail). Each has one inner
+loop per draft length.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,25 +29,27 @@ from jaxspec.rollout.settings import Settings
 from jaxspec.state import RUNNING, Drafter
 
 Condition = Callable[[DecodeState], Bool[Array, ""]]
-"""Whether a loop goes on."""
+"""Returns whether a loop continues."""
 
 
 class Loops(NamedTuple):
-    """What the loops of rounds consist of."""
+    """Functions and limits of the loops."""
 
     run_rounds: Callable[[DecodeState, Condition, int], DecodeState]
-    """Runs rounds while the condition holds, in the loop of that number."""
+    """(state, condition, loop index) -> state after rounds while the condition holds."""
     fill_slots: Callable[[DecodeState], DecodeState]
     """Gives slots and pages to rows."""
     needs_pause: Condition | None
-    """Whether rounds end for `fill_slots`, or for a row to be read.
+    """Whether rounds must stop for `fill_slots`, or to read text.
 
-    None: each round fills the slots."""
+    None if each round fills the slots itself.
+    """
     round_limit: Int[Array, ""]
+    """Round number at which all loops end."""
     group_size: int
 
     def should_continue(self, state: DecodeState, row_threshold: int) -> Bool[Array, ""]:
-        """Whether another round is run of more than `row_threshold` rows."""
+        """Returns whether to run another round, of more than `row_threshold` rows."""
         has_rows = has_unfinished_rows(state, row_threshold, self.round_limit)
         return has_rows if self.needs_pause is None else has_rows & ~self.needs_pause(state)
 
@@ -56,7 +62,11 @@ def build_loops(
     round_limit: Int[Array, ""],
     may_evict: bool,
 ) -> Loops:
-    """Builds the loops up to round `round_limit`; `may_evict` says whether pages can run out."""
+    """Builds the loops up to round `round_limit`.
+
+    `may_evict` says whether pages can run out.
+    """
+    # Pages are reserved for the longest block, since the next length is not known yet.
     refill_arguments = settings.group_size, (draft.max_length if draft else 0) + 1, may_evict
 
     @jax.named_scope("refill")
@@ -65,6 +75,7 @@ def build_loops(
 
     @jax.named_scope("refill")
     def needs_pause(state: DecodeState) -> Bool[Array, ""]:
+        # Expert members run in lockstep, so all pause if one must.
         return max_over_experts(slots.needs_refill(state, *refill_arguments)) | has_unread_text(
             state
         )
@@ -73,15 +84,16 @@ def build_loops(
     def extend_slots(state: DecodeState) -> DecodeState:
         return slots.retire_and_extend(state, *refill_arguments)
 
-    # Rows that wait for pages are seated between loops: a round has no loop of its own, and no
-    # body is compiled with it. Contiguous caches are seated by rounds, since a tail copies them.
+    # With pages, slots are filled between loops of rounds, so that the body of a round is compiled
+    # without the loops of `refill_slots`. Contiguous caches are filled in each round, since a pause
+    # would make the tail copy them.
     is_paged = settings.page_size > 0
     after_round = extend_slots if is_paged else fill_slots
 
     def run_one_round(state: DecodeState, length: int) -> DecodeState:
         return after_round(run_round(target, drafter, draft, state, settings, length))
 
-    # `compiled/counts.py` finds the loop by its scope
+    # `compiled/counts.py` finds the loop by its scope.
     @jax.named_scope("rounds")
     def run_rounds(state: DecodeState, should_continue: Condition, loop: int) -> DecodeState:
         if not settings.lengths:
@@ -105,7 +117,8 @@ def build_loops(
 def has_unfinished_rows(
     state: DecodeState, row_threshold: int, round_limit: Int[Array, ""]
 ) -> Bool[Array, ""]:
-    """Whether more than `row_threshold` rows are left, and rounds to run them."""
+    """Returns whether more than `row_threshold` rows and some rounds are left."""
+    # Evicted rows count too, so that a slice that starts with one stays in the same loop.
     running_count = jnp.sum(state.rollout.status == RUNNING)
     return max_over_experts(running_count > row_threshold) & (state.round[0] < round_limit)
 
@@ -113,9 +126,9 @@ def has_unfinished_rows(
 def run_loops(
     loops: Loops, state: DecodeState, tail: tuple[int, ...], loop: int = 0
 ) -> DecodeState:
-    """Runs rounds of all slots until the rows that are left fit fewer slots, then rounds of these.
+    """Runs rounds of all slots, then of the tail's fewer slots.
 
-    Evicted rows count as left, so that a slice which begins with one goes on in the same loop.
+    Each loop ends once the unfinished rows fit the slots of the next one.
     """
     row_threshold = tail[0] if tail else 0
     state = loops.run_rounds(state, lambda state: loops.should_continue(state, row_threshold), loop)
@@ -130,7 +143,7 @@ def run_loops(
     with jax.named_scope("tail"):
         if loops.needs_pause is None:
             return run_compact(state)
-        # nothing is moved where all slots must be refilled first
+        # If slots must be refilled first, this loop does not run, and nothing is moved.
         with jax.named_scope("of_loops"):
             return lax.while_loop(lambda state: loops.should_continue(state, 0), run_compact, state)
 
@@ -142,9 +155,10 @@ def _run_chosen_lengths(
     state: DecodeState,
     lengths: tuple[int, ...],
 ) -> DecodeState:
-    """Rounds whose length is chosen before each. The outer loop runs one inner loop for every
-    length, because a `switch` over lengths would copy the caches."""
+    """Runs rounds, and chooses the draft length before each."""
 
+    # A loop over the lengths, each with an inner loop of its rounds. A `switch` over lengths would
+    # copy the caches.
     def add_choice(state: DecodeState) -> tuple[DecodeState, length_chooser.LengthChoice]:
         return state, choose_length(state)
 
@@ -178,17 +192,18 @@ def _run_chosen_lengths(
 def _choose_next_length(
     drafter: Drafter, state: DecodeState, settings: Settings, loop: int
 ) -> length_chooser.LengthChoice:
-    """The length of the next round."""
+    """Returns the draft length of the next round."""
     assert drafter.chooser is not None, "lengths are chosen by a cost table"
     lengths = gather_rows(state.rollout.lengths, rows_of_slots(state))
-    # Attention reads the caches of all slots as far as the longest row has come.
+    # Attention reads the caches of all slots up to the longest row. Expert members must agree on
+    # the length.
     longest = max_over_experts(jnp.max(jnp.where(active_slots(state), lengths, 0)))
     bucket_ends = length_chooser.context_buckets(state.rollout.tokens.shape[1])
     context_index = jnp.minimum(
         jnp.sum(jnp.asarray(bucket_ends, jnp.int32) < longest, dtype=jnp.int32),
         drafter.chooser.round_cost.shape[2] - 1,
     )
-    # Costs are measured for so many loops of the tail; what comes after is as the last of them.
+    # The table has a limited number of loops. Later ones cost as much as its last.
     cost = drafter.chooser.round_cost[
         :, min(loop, drafter.chooser.round_cost.shape[1] - 1), context_index
     ]

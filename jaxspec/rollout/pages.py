@@ -1,8 +1,7 @@
-"""Who owns which page of a shard's pool: page tables and reference counts, as pure functions over
-integer arrays.
+"""Page tables and reference counts of a shard's pool.
 
-Holders are the slots, then the prompts of the call: a prompt keeps its own pages until its group
-has ended, and its rows share those that no row writes to.
+Owners of pages are the slots, then the prompts of the call. A prompt keeps its pages until its
+group has ended. Rows of a group share the prompt pages that none of them writes to.
 """
 
 import jax.numpy as jnp
@@ -13,19 +12,20 @@ from jaxspec.state import Tree, pytree
 
 @pytree
 class Pages(Tree):
-    """The page tables of one pool of P pages."""
+    """Page tables of one pool of P pages."""
 
     table: Int[Array, "A N"]
-    """Page of each holder's n-th page_size positions; P where it has none."""
+    """Page of each owner's n-th `page_size` positions, P if it has none."""
     page_counts: Int[Array, " A"]
-    """How many pages a holder has: those of its first positions."""
+    """Number of pages of each owner. They cover its first positions."""
     references: Int[Array, " P"]
-    """Holders of each page; 0: free."""
+    """Number of owners of each page, 0 if it is free."""
 
 
 def init_pages(page_count: int, owner_count: int, pages_per_owner: int) -> Pages:
-    """A pool whose pages are all free."""
+    """Returns a pool whose pages are all free."""
     return Pages(
+        # An index beyond the pool: gathers clip or fill it, and scatters drop it.
         table=jnp.full((owner_count, pages_per_owner), page_count, jnp.int32),
         page_counts=jnp.zeros((owner_count,), jnp.int32),
         references=jnp.zeros((page_count,), jnp.int32),
@@ -33,16 +33,18 @@ def init_pages(page_count: int, owner_count: int, pages_per_owner: int) -> Pages
 
 
 def count_free_pages(pages: Pages) -> Int[Array, ""]:
-    """Pages that nobody holds."""
+    """Returns the number of pages without an owner."""
     return jnp.sum(pages.references == 0, dtype=jnp.int32)
 
 
 def allocate_pages(pages: Pages, target_counts: Int[Array, " A"]) -> Pages:
-    """Gives every holder free pages until it holds as many as `target_counts`; all of them
-    together must be free."""
+    """Gives each owner free pages up to `target_counts`.
+
+    There must be enough free pages for all owners together.
+    """
     missing_counts = jnp.maximum(target_counts - pages.page_counts, 0)
     last_ranks, is_free = jnp.cumsum(missing_counts, dtype=jnp.int32), pages.references == 0
-    # the r-th free page goes to the r-th page index that lacks one
+    # The r-th free page goes to the r-th missing entry of the table, counted over all owners.
     rank = jnp.cumsum(is_free, dtype=jnp.int32) - 1
     is_allocated = is_free & (rank < last_ranks[-1])
     owner = jnp.searchsorted(last_ranks, rank, side="right", method="compare_all").astype(jnp.int32)
@@ -51,6 +53,7 @@ def allocate_pages(pages: Pages, target_counts: Int[Array, " A"]) -> Pages:
     )
     page_ids = jnp.arange(len(is_free), dtype=jnp.int32)
     return Pages(
+        # Pages that stay free get an owner beyond the table, and are dropped.
         table=pages.table.at[jnp.where(is_allocated, owner, len(last_ranks)), page_index].set(
             page_ids, mode="drop", unique_indices=True
         ),
@@ -60,11 +63,14 @@ def allocate_pages(pages: Pages, target_counts: Int[Array, " A"]) -> Pages:
 
 
 def release_pages(pages: Pages, owners: Bool[Array, " A"]) -> Pages:
-    """Takes all pages from the holders that are marked; those that nobody else holds are free
-    again."""
+    """Takes all pages from the marked owners.
+
+    Pages without another owner are free again.
+    """
     no_page = pages.references.shape[0]
     released_pages = jnp.where(owners[:, None], pages.table, no_page)
     return Pages(
+        # An empty slot still runs in each round, and must not write to pages of other rows.
         table=jnp.where(owners[:, None], no_page, pages.table),
         page_counts=jnp.where(owners, 0, pages.page_counts),
         references=pages.references.at[released_pages].add(-1, mode="drop"),
@@ -74,7 +80,10 @@ def release_pages(pages: Pages, owners: Bool[Array, " A"]) -> Pages:
 def share_pages(
     pages: Pages, owner: Int[Array, ""], source: Int[Array, ""], count: Int[Array, ""]
 ) -> Pages:
-    """Gives a holder of nothing the first `count` pages of another one, which keeps them too."""
+    """Shares the first `count` pages of `source` with `owner`.
+
+    `owner` must have no pages before.
+    """
     no_page = pages.references.shape[0]
     shared_pages = jnp.where(
         jnp.arange(pages.table.shape[1], dtype=jnp.int32) < count, pages.table[source], no_page
@@ -92,8 +101,11 @@ def share_pages(
 def min_pool_size(
     prompt_count: int, prompt_length: int, response_length: int, draft_length: int, page_size: int
 ) -> int:
-    """Pages with which a shard's longest row can end: those of all its prompts, which stay until
-    their groups have ended, and its own."""
+    """Returns the fewest pages with which every row of a shard can end.
+
+    These are the pages of all prompts, and those of the longest row.
+    """
+    # Prompts keep their pages until their groups have ended, so they are counted in full.
     return prompt_count * -(-prompt_length // page_size) + -(
         -(prompt_length + response_length + draft_length) // page_size
     )
@@ -107,20 +119,24 @@ def max_pool_size(
     page_size: int,
     slots: int,
 ) -> int:
-    """Pages that a shard's prompts and slots can need: no row ever loses its own."""
+    """Returns the most pages that a shard's prompts and slots can need.
+
+    With so many pages no row is ever evicted.
+    """
     return prompt_count * -(-prompt_length // page_size) + slots * -(
         -(prompt_length + response_length + draft_length) // page_size
     )
 
 
 MIN_ROWS = 4
-"""Rows of the longest kind that a pool holds at least where its size is chosen, and slots at
-least."""
+"""Minimum rows of maximum length in a pool of automatic size, and minimum automatic slots."""
 
 
 def pool_size_for_rows(row_count: int, *shape: int) -> int:
-    """Pages with which so many of the longest rows can be generated at once; `shape` is that of
-    `min_pool_size`."""
+    """Returns the pages that `row_count` rows of maximum length need at once.
+
+    `shape` is that of `min_pool_size`.
+    """
     _, prompt_length, response_length, draft_length, page_size = shape
     return min_pool_size(*shape) + (row_count - 1) * -(
         -(prompt_length + response_length + draft_length) // page_size
@@ -128,9 +144,13 @@ def pool_size_for_rows(row_count: int, *shape: int) -> int:
 
 
 def rows_in_pool(page_count: int, *shape: int) -> int:
-    """Rows that some pages hold halfway through their longest answers, each with the pages of its
-    prompt that others write to as well; `shape` is that of `min_pool_size`."""
+    """Returns the number of rows that fit `page_count` pages, at least `MIN_ROWS`.
+
+    Rows are taken to be halfway through responses of maximum length. `shape` is that of
+    `min_pool_size`.
+    """
     prompt_count, prompt_length, response_length, draft_length, page_size = shape
+    # One more page per row: its own copy of the last page of its prompt.
     pages_per_row = -(-(response_length // 2 + draft_length + 1) // page_size) + 1
     return max(
         MIN_ROWS, (page_count - prompt_count * -(-prompt_length // page_size)) // pages_per_row

@@ -1,5 +1,8 @@
-"""The state that a call starts from: its rows, their slots or places in the queue, and prompts to
-read once for all rows of a group."""
+"""Initial state of a call.
+
+It has the rows, their slots or places in the queue, and the prompts. A prompt is read once for all
+rows of its group.
+"""
 
 from typing import NamedTuple
 
@@ -31,21 +34,22 @@ from jaxspec.state import (
 )
 
 PASS_TOKENS = 2**14
-"""Most tokens of a pass over known text in whole prompts."""
+"""Maximum tokens of a pass over whole prompts."""
+# With 128 positions each, their products keep an accelerator busy. Their attention scores are few
+# enough to exist all at once, without a loop in each layer.
 PIECES = 32
-"""Pieces of a pass, where text is read in pieces.
-
-With 128 positions each, their products keep an accelerator busy, and their attention scores are
-few enough to be there at once, without a loop of its own in each layer.
-"""
+"""Pieces of a pass, if text is read in pieces."""
 
 
 def choose_pass_size(
     prompt_count: int, prompt_length: int, max_length: int, settings: Settings
 ) -> PassSize:
-    """Returns the size of a pass over known text: that of prompts, or of a row of `max_length`."""
+    """Returns the size of a pass over known text.
+
+    The text is all prompts, or an evicted row of up to `max_length` tokens.
+    """
     piece_length = settings.piece or prompt_length
-    # The pieces of one row attend to all of it, each for itself: few of those at a time.
+    # Pieces of one row each attend to all of its text, so a pass reads few of them.
     max_pieces = max(
         prompt_count * -(-prompt_length // piece_length),
         min(PIECES, -(-max_length // piece_length)),
@@ -65,28 +69,33 @@ def prepare_state(
 ) -> DecodeState:
     """Builds the state before the first round.
 
-    Prompts are read where caches are contiguous. Those in pages are left to `append_texts`.
+    Prompts of contiguous caches are read. Those of paged caches are left to `append_texts`.
 
     Args:
       target: the policy in the rollout layout.
       drafter: the draft's weights and temperatures.
-      draft: None is plain decoding.
-      prompts: those of this shard.
-      first_prompt: number of this shard's first prompt among all prompts of the call.
-      key: of the call; rows fold in their global number, so results do not depend on the mesh.
-      settings: see `Settings`.
+      draft: functions of the draft, or None for plain decoding.
+      prompts: prompts of this shard.
+      first_prompt: index of this shard's first prompt among all prompts of the call.
+      key: noise key of the call.
+      settings: settings of the rollout.
+
+    Raises:
+      ValueError: if the pool has too few pages for the prompts and the longest row.
     """
     count, prompt_width = prompts.tokens.shape
     group, length = settings.group_size, draft.max_length if draft else 0
     row_length = prompt_width + settings.max_new_tokens
-    # headroom: a block may reach K positions beyond the last token kept
+    # Headroom: a block may reach K positions beyond the last committed token.
     capacity = row_length + length
+    # Keys depend on a row's number in the whole batch, so that results do not depend on the mesh.
     numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
         group, dtype=jnp.int32
     )
     lengths = jnp.repeat(prompts.lengths, group)
     inside = jnp.arange(prompt_width, dtype=jnp.int32) < prompts.lengths[:, None]
     tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
+    # At least float32, also for weights of 16 bits.
     accum_dtype = np.promote_types(target.embedding[...].dtype, np.float32)
     rollout = Rollout(
         tokens=jnp.repeat(tokens, group, axis=0),
@@ -105,9 +114,11 @@ def prepare_state(
         numbers.reshape(-1),
         sampling.TARGET_STREAM if uses_matching(draft, settings) else sampling.ROUND_STREAM,
     )
+    # More slots than rows would stay empty.
     slot_total = min(settings.slots or count * group, count * group)
     rows_wait = slot_total < count * group or settings.page_size > 0
     prompt_state = _empty_prompt_state(target, drafter, draft, prompts, group)
+    # Each slot starts from a copy of its prompt's contiguous cache, so prompts are read first.
     if not settings.page_size:
         with jax.named_scope("prefill"):
             prompt_state = _read_prompts(target, drafter, draft, prompts, prompt_state, settings)
@@ -135,13 +146,13 @@ def prepare_state(
         ),
         admission_index=jnp.zeros_like(initial.row),
         acceptance=_initial_estimate(drafter, length, settings),
-        # the text of a prompt does not count
+        # Stop strings do not start in the prompt.
         stop_state=jnp.zeros_like(lengths) if settings.stop else None,
     )
 
 
 class _InitialState(NamedTuple):
-    """What rows and slots start from."""
+    """Initial slots, caches and pages."""
 
     row: Int[Array, " B"]
     caches: Caches
@@ -153,7 +164,7 @@ class _InitialState(NamedTuple):
 def _assign_all_slots(
     prompt_state: PromptState, group: int, capacity: int, chunk_size: int
 ) -> _InitialState:
-    """A slot for every row, so that none ever waits."""
+    """Assigns a slot to every row, so that none ever waits."""
     prompt_count = prompt_state.caches.target.page_count
     rows = prompt_count * group
     return _InitialState(
@@ -174,7 +185,7 @@ def _assign_all_slots(
 def _queue_all_rows(
     prompt_state: PromptState, prompts: Prompts, slot_total: int, capacity: int, settings: Settings
 ) -> _InitialState:
-    """Empty slots, for which all rows wait."""
+    """Creates empty slots, for which all rows wait."""
     prompt_count, prompt_width = prompts.tokens.shape
     page_size = settings.page_size
     if not page_size:
@@ -184,23 +195,28 @@ def _queue_all_rows(
         pages = init_pages(0, slot_total + prompt_count, 0)
     else:
         pages_per_row = -(-capacity // page_size)
+        # `capacity` has the draft's headroom already, hence a draft length of 0.
         page_count = settings.pages or max_pool_size(
             prompt_count, prompt_width, capacity - prompt_width, 0, page_size, slot_total
         )
         min_pages = min_pool_size(prompt_count, prompt_width, capacity - prompt_width, 0, page_size)
         if page_count < min_pages:
             raise ValueError(
-                f"rollout.engine.pages is {page_count}, of {page_size} positions, for"
-                f" {prompt_count} prompts and rows of {capacity}; {min_pages} are the fewest"
+                f"rollout.engine.pages is {page_count}, but {prompt_count} prompts and one row of"
+                f" {capacity} positions need {min_pages} pages of {page_size} positions: set at"
+                f" least {min_pages}"
             )
+        # Padding prompts are never read, so they get no page.
         prompt_pages = jnp.where(prompts.live, (prompts.lengths - 1) // page_size + 1, 0)
         pages = allocate_pages(
             init_pages(page_count, slot_total + prompt_count, pages_per_row),
             jnp.pad(prompt_pages, (slot_total, 0)),
         )
         caches = prompt_state.caches.map(lambda cache: empty_pages(cache, page_count, page_size))
+        # Prompts are read into their pages.
         prompt_state = prompt_state.replace(caches=_drop_rows(prompt_state.caches))
     return _InitialState(
+        # A row number beyond the last row marks an empty slot.
         row=jnp.full((slot_total,), prompt_count * settings.group_size, jnp.int32),
         caches=caches,
         draft=jax.tree.map(
@@ -212,12 +228,16 @@ def _queue_all_rows(
 
 
 def _drop_rows(caches: Caches) -> Caches:
-    """Of no prompt: what they hold is copied elsewhere."""
+    """Returns caches without rows."""
+    # Keys and values of prompts are stored elsewhere: in the slots, or in pages.
     return caches.map(lambda cache: cache.layout.take_rows(cache, jnp.zeros((0,), jnp.int32)))
 
 
 def _initial_estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEstimate:
-    """What lengths are chosen by; zeros where all rounds draft alike."""
+    """Returns the estimate that lengths are chosen by.
+
+    It is zero if all rounds have one draft length.
+    """
     if not settings.lengths:
         zeros = jnp.zeros((1, length), jnp.float32)
         return AcceptanceEstimate(
@@ -228,14 +248,15 @@ def _initial_estimate(drafter: Drafter, length: int, settings: Settings) -> Acce
 
 
 def _count_unread(prompts: Prompts) -> Int[Array, " n"]:
-    """Positions of each prompt that are to be read; the first round reads its last token."""
+    """Returns the number of positions to read of each prompt."""
+    # The first round reads the last token.
     return jnp.where(prompts.live, jnp.maximum(prompts.lengths - 1, 0), 0)
 
 
 def _empty_prompt_state(
     target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, group: int
 ) -> PromptState:
-    """State of prompts of which nothing is read."""
+    """Creates the state of prompts before they are read."""
     shape = prompts.tokens.shape
     first_row = jnp.arange(shape[0], dtype=jnp.int32) * group
     caches = Caches(target=target.empty_cache(*shape), draft=None)
@@ -270,7 +291,8 @@ def _read_prompts(
 def append_unread_texts(
     target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, settings: Settings
 ) -> DecodeState:
-    """Reads all text that no round has read; contiguous prompts are read from the start."""
+    """Reads all unread text of paged caches."""
+    # `prepare_state` has read prompts of contiguous caches, whose rows are never evicted.
     if not settings.page_size:
         return state
     with jax.named_scope("prefill"):

@@ -1,4 +1,4 @@
-"""One round of all slots: draft, verify once, commit."""
+"""One round of all slots: draft, verify, commit."""
 
 from typing import Any, NamedTuple
 
@@ -30,9 +30,10 @@ from jaxspec.state import RUNNING, AcceptanceEstimate, Drafter, Statistics
 
 
 class _RoundStart(NamedTuple):
-    """What a round starts from, by slot."""
+    """State of the slots' rows before a round."""
 
     running: Bool[Array, " B"]
+    """Whether the slot has a row that has not ended."""
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
 
@@ -45,7 +46,10 @@ def run_round(
     settings: Settings,
     length: int,
 ) -> DecodeState:
-    """Draft `length` tokens, verify once, commit; slots whose rows have ended stay as they are."""
+    """Runs a round: drafts `length` tokens, verifies them, and commits.
+
+    Slots without a running row do not change.
+    """
     rollout, rows, round_start = state.rollout, rows_of_slots(state), _read_round_start(state)
     is_matched, selection = (
         uses_matching(draft, settings),
@@ -62,6 +66,7 @@ def run_round(
     )
     context = Context(
         rollout.tokens,
+        # A length of 0 marks a slot without a running row.
         jnp.where(round_start.running, round_start.lengths, 0),
         rows,
         rollout.lengths,
@@ -85,17 +90,19 @@ def run_round(
                     length,
                 )
             else:
+                # The draft reads the text of plain rounds too, so that it has no gap later.
                 draft_state, draft_cache = draft.catch_up(*draft_inputs)
     with jax.named_scope("verify"):
+        # The block starts with the last committed token, which the target has not read yet.
         positions = block_positions(round_start.lengths - 1, length + 1)
         tokens = jnp.concatenate(
             [context.tokens_at(round_start.lengths[:, None] - 1), proposal.tokens], axis=1
         )
         forward = target(tokens, positions, caches.target, draft.taps if draft else ())
-        assert forward.cache is not None, "a cache that goes in comes back"
+        assert forward.cache is not None, "a decoder with a cache returns it"
         logits = target.logits(forward.hidden)
         response_positions = _response_positions(round_start, length + 1)
-        # Drafts that are matched with what the target samples were not drawn from their logits.
+        # Drafts that are matched with target samples were not drawn from their logits.
         as_point_masses = is_matched and settings.rule is not None
         comparison = settings.verification.compare_block(
             Block(
@@ -108,14 +115,14 @@ def run_round(
                 selection.slots,
             )
         )
-        # where the target fails, nothing can be verified
+        # Nothing can be verified from the first position on where the target is not finite.
         draft_counts = jnp.minimum(proposal.lengths, count_leading(comparison.finite[:, :length]))
         if noise.shared is not None:
             verdict = match_rule(
                 comparison.distributions, proposal.tokens, draft_counts, noise.shared
             )
         else:
-            assert settings.rule is not None and noise.next is not None, "they go together"  # noqa: PT018
+            assert settings.rule is not None and noise.next is not None, "rules need noise"  # noqa: PT018
             verdict = settings.rule(
                 comparison.distributions, proposal.tokens, draft_counts, noise.coins, noise.next
             )
@@ -166,34 +173,37 @@ def _read_round_start(state: DecodeState) -> _RoundStart:
 
 
 def draft_features(forward: DecoderOutput) -> Float[Array, "B T C"]:
+    """Returns the features that a draft reads: aux or final hidden states."""
     return forward.hidden if forward.taps is None else forward.taps
 
 
 def _response_positions(round_start: _RoundStart, count: int) -> Int[Array, "B T"]:
-    """Response tokens before each of `count` positions that follow the committed text."""
+    """Returns response positions of the next `count` tokens of each slot."""
     return block_positions(round_start.lengths - round_start.prompt_lengths, count)
 
 
 def uses_matching(draft: Draft | None, settings: Settings) -> bool:
-    """Whether drafts are compared with what the target samples: in coupled mode, and where none is
-    drawn (at temperature 0 none is)."""
+    """Returns whether drafts are matched with tokens that the target samples.
+
+    This holds in coupled mode, and if no draft is drawn at random.
+    """
+    # With a grid of (0,), drafts are the argmax.
     return (
         settings.rule is None or draft is None or not draft.is_stochastic or settings.grid == (0.0,)
     )
 
 
 class _RoundNoise(NamedTuple):
-    """What a round draws with."""
+    """Noise of a round."""
 
     shared: sampling.Noise | None
-    """What tokens are matched with: keyed by absolute position, so that the next round draws what
-    stood beyond the cut alike."""
+    """Noise of the target's samples, which drafts are matched with. None for the other rules."""
     draft: sampling.Noise | None
-    """Of each draft."""
+    """Noise of each draft."""
     coins: Float[Array, "B K"] | None
-    """Of acceptance."""
+    """Acceptance coins."""
     next: sampling.Noise | None
-    """Of the token after the cut."""
+    """Noise of the token after the cut."""
 
 
 def _draw_noise(
@@ -205,16 +215,21 @@ def _draw_noise(
     is_matched: bool,
     settings: Settings,
 ) -> _RoundNoise:
-    """Where tokens are matched, noise by absolute position, which target and draft share in coupled
-    mode; else everything is keyed by the committed length at the start of the round: what lies
-    beyond the cut must not come back in the next one."""
+    """Draws the noise of a round.
+
+    Noise of matched tokens is keyed by absolute position. All other noise is keyed by the committed
+    length at the start of the round.
+    """
+    # Coupled mode: draft and target share noise. A token beyond the cut gets the same noise in the
+    # next round, so tokens do not depend on where rounds cut.
     if settings.rule is None:
         gumbel = sampling.gumbel_noise(
             sampling.position_keys(keys, lengths, length + 1), vocab, dtype
         )
         return _RoundNoise(gumbel, gumbel, None, None)
     levels = sampling.level_count(vocab)
-    if not is_matched and not length:  # a plain round among others: keyed as they are
+    # A plain round among rounds with drafts: keyed as they are.
+    if not is_matched and not length:
         uniforms = sampling.Uniforms(
             sampling.uniform_numbers(keys, lengths[:, None], levels, dtype)
         )
@@ -224,6 +239,8 @@ def _draw_noise(
             sampling.uniform_numbers(keys, block_positions(lengths, length + 1), levels, dtype)
         )
         return _RoundNoise(shared, shared, None, None)
+    # Rules look at drafts and coins beyond the cut. With keys by position, these would come again
+    # in the next round, which would bias the distribution.
     numbers = sampling.uniform_numbers(
         keys, lengths[:, None], length + (length + 1) * levels, dtype
     )[:, 0]
@@ -236,7 +253,7 @@ def _draw_noise(
 def _temperature_factors(
     drafter: Drafter, settings: Settings, length: int
 ) -> Float[Array, " K"] | float:
-    """Factor on the temperature at each of `length` depths."""
+    """Returns the temperature factor at each of `length` depths."""
     return (
         settings.grid[0]
         if len(settings.grid) == 1
@@ -252,7 +269,9 @@ def _make_sampler(
     settings: Settings,
     noise: _RoundNoise,
 ) -> Sampler:
-    """Draws drafts from the very distribution that verification gives to the rule."""
+    """Returns the function with which a draft samples its tokens."""
+    # These are the factors of `compare_block`: the rules are exact only for drafts from the
+    # distribution that they compare.
     factors = _temperature_factors(drafter, settings, length)
 
     def sample(
@@ -273,7 +292,7 @@ def _make_sampler(
 
 
 def _pad_depths(counts: Statistics, length: int) -> Statistics:
-    """What a round of fewer drafts counted, with zeros for the depths that it left out."""
+    """Pads counts by depth with zeros, from the round's draft length to the maximum."""
     missing_depths = length - counts.draft_rounds.shape[1]
     if not missing_depths:
         return counts
@@ -286,19 +305,23 @@ def _pad_depths(counts: Statistics, length: int) -> Statistics:
 
 
 class _MeasuredSlots(NamedTuple):
-    """Where draft temperatures are compared: in the first row of each group."""
+    """Slots in which draft temperatures are compared.
+
+    They have the first row of each group.
+    """
 
     slots: slice | Int[Array, " m"]
+    # Counts of a group number beyond the last group are dropped.
     groups: slice | Int[Array, " m"]
-    """The group of each of these slots, none where it has another row."""
+    """Group of each of these slots, or the number of groups if it has another row."""
 
 
 def _choose_measured_slots(state: DecodeState, group_size: int) -> _MeasuredSlots:
     if isinstance(rows_of_slots(state), slice):
         return _MeasuredSlots(slice(None, None, group_size), slice(None))
     group_count = len(state.rollout.status) // group_size
-    # In the tail there may be a first row in every slot. While rows come and go there are as many
-    # as groups fit the slots, on average.
+    # In the tail every slot may have a first row. While rows wait, one slot in `group_size` has one
+    # on average, and twice as many are measured.
     slot_total = slot_count(state)
     count = min(
         slot_total,
@@ -318,7 +341,10 @@ def _add_statistics(
     rows: Rows,
     groups: slice | Int[Array, " m"],
 ) -> Statistics:
-    """Adds what a round counted by slot; by group for what is measured in some slots only."""
+    """Adds a round's counts to the statistics.
+
+    Counts are by slot, but those of measured slots are by group.
+    """
     by_factor = add_to_rows(statistics.overlap_by_factor, groups, counts.overlap_by_factor)
     summed = jax.tree.map(
         lambda leaf, leaf_counts: add_to_rows(leaf, rows, leaf_counts),
@@ -328,8 +354,11 @@ def _add_statistics(
 
 
 def _update_estimate(estimate: AcceptanceEstimate, counts: Statistics) -> AcceptanceEstimate:
-    """The estimate after a round. Drafts beyond the end of a text do not count: they follow
-    nothing that the target accepted."""
+    """Updates the acceptance estimate with a round's counts.
+
+    Drafts beyond the end of a text do not count.
+    """
+    # Expert members must choose the same next length.
     reached, accepted = (
         sum_over_experts(jnp.sum(leaf, axis=0, dtype=jnp.float32))[None]
         for leaf in (counts.reached, counts.accepted)

@@ -1,4 +1,4 @@
-"""Settings of a rollout, which shape its compiled program."""
+"""Settings of a rollout."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,33 +11,43 @@ from jaxspec.rollout.verify import Verdict
 
 
 class Settings(NamedTuple):
-    """What shapes a rollout; part of the compiled program."""
+    """Static settings of a rollout, part of the compiled program."""
 
     group_size: int
+    """Responses per prompt."""
     max_new_tokens: int
+    """Maximum tokens of a response."""
     processing: sampling.Processing
+    """Logit processing of the target."""
     rule: Callable[..., Verdict] | None
-    """How drafts that were drawn are verified, `token_rule` or `block_rule`; None couples draft and
-    target by shared noise."""
+    """Verification rule of sampled drafts: `token_rule` or `block_rule`.
+
+    None is coupled mode, in which draft and target share noise.
+    """
     grid: tuple[float, ...] = (1.0,)
-    """Factors on the temperature at which a draft is compared; of several, `Drafter.factor_index`
-    says which one it samples at. (0,): argmax."""
+    """Draft temperature factors to measure. (0,) drafts the argmax.
+
+    `Drafter.factor_index` selects the factor that each depth samples at.
+    """
     slots: int = 0
-    """Rows of a shard that are generated at once, while the others wait; 0: all."""
+    """Rows of a shard that are generated at once. 0 = all."""
     page_size: int = 0
-    """Positions of a page; 0: a page is as long as a row, and every slot has one."""
+    """Positions per page. 0 = contiguous caches, one page per slot."""
     chunk: int = 0
-    """Positions of such a row whose keys lie together; 0: all."""
+    """Positions per chunk of a contiguous cache's keys. 0 = all."""
     pages: int = 0
-    """Pages of a shard's pool; 0: as many as prompts and slots can need."""
+    """Pages of a shard's pool. 0 = as many as prompts and slots can need."""
+    # With fewer slots, a round of the last rows costs less.
     tail: tuple[int, ...] = ()
-    """Ever fewer slots that the last rows move to, so that a round costs what they need."""
+    """Slots of the tail loops that the last rows move to, descending."""
     lengths: tuple[int, ...] = ()
-    """Draft lengths among which each round chooses, ascending up to the draft's own; empty: that
-    one alone."""
+    """Draft lengths that each round chooses from, ascending up to the draft's maximum.
+
+    If empty, all rounds have the maximum.
+    """
     piece: int = 0
-    """Positions of a piece of known text; 0: those of the longest prompt."""
+    """Positions per piece of known text. 0 = the maximum prompt length."""
     stop: StopStrings | None = None
-    """What ends a response beside an end token."""
+    """Stop strings that end a response, in addition to end tokens."""
     verification: Verification = PLAIN
-    """How drafts are drawn and compared with the target; the distribution is the same."""
+    """Form of verification. All forms sample the same distribution."""

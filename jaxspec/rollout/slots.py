@@ -1,7 +1,8 @@
-"""Which row sits in which slot: rows wait in a FIFO queue, take the slots of rows that have ended,
-are evicted when pages run out, move together.
+"""Assignment of rows to slots.
 
-Slots hold row numbers; texts, logprobs and statistics stay where the rollout has them.
+Rows wait in a FIFO queue and take the slots of rows that have ended. If pages run out, the youngest
+row is evicted. The last rows move to fewer slots. Slots hold row numbers only: texts, logprobs and
+statistics stay in the rollout.
 """
 
 import jax
@@ -34,14 +35,15 @@ from jaxspec.state import RUNNING
 def refill_slots(
     state: DecodeState, group_size: int, block_length: int, may_evict: bool
 ) -> DecodeState:
-    """Frees the slots of rows that have ended, gives the others the pages that the next round of
-    `block_length` positions writes to, and gives free slots to waiting rows while pages last.
+    """Retires ended rows, then admits waiting rows while pages last.
 
-    Running rows come first: a row that is admitted may have to be recomputed, so it must not lose
-    its pages again in the same round. `may_evict`: whether pages can run out.
+    In between, running rows get the pages that the next round of `block_length` positions writes
+    to. `may_evict` says whether pages can run out.
     """
     if not rows_may_wait(state):
         return state
+    # Running rows get their pages first. An admitted row may have to be recomputed, so it must not
+    # lose its pages again in the same round.
     return lax.while_loop(
         lambda state: _can_admit(state, group_size, block_length),
         lambda state: _admit_next_row(state, group_size, block_length),
@@ -52,11 +54,15 @@ def refill_slots(
 def retire_and_extend(
     state: DecodeState, group_size: int, block_length: int, may_evict: bool
 ) -> DecodeState:
-    """Frees the slots of rows that have ended, and gives the others the pages that the next round
-    writes to, unless there are too few: what `refill_slots` does in most rounds, without its
-    loops."""
+    """Retires ended rows, and gives running rows pages for the next round.
+
+    This is `refill_slots` without its loops, for rounds that neither admit nor evict. If there are
+    too few pages, it gives none.
+    """
     state = _retire_rows(state, group_size)
     page_counts = _page_counts_for_round(state, block_length)
+    # `allocate_pages` needs enough free pages. Without them the loop of rounds ends, and
+    # `refill_slots` evicts rows.
     if may_evict:
         page_counts = jnp.where(
             _lacks_pages(state, block_length), state.pages.page_counts, page_counts
@@ -67,7 +73,7 @@ def retire_and_extend(
 def needs_refill(
     state: DecodeState, group_size: int, block_length: int, may_evict: bool
 ) -> Bool[Array, ""]:
-    """Whether a row can be admitted, or must be evicted, before the next round."""
+    """Returns whether a row can be admitted or must be evicted."""
     admits = _can_admit(state, group_size, block_length)
     return admits | _lacks_pages(state, block_length) if may_evict else admits
 
@@ -78,9 +84,12 @@ def _can_admit(state: DecodeState, group_size: int, block_length: int) -> Bool[A
 
 
 def _retire_rows(state: DecodeState, group_size: int) -> DecodeState:
-    """Empties the slots of rows that have ended; their pages, and those of prompts whose groups
-    have, are free again."""
+    """Empties the slots of ended rows, and frees their pages.
+
+    Pages of a prompt are freed once its whole group has ended.
+    """
     is_empty = ~active_slots(state)
+    # Rows that wait count as running too: they still need their prompt.
     has_running_row = jnp.any((state.rollout.status == RUNNING).reshape(-1, group_size), axis=1)
     return state.replace(
         row=jnp.where(is_empty, len(state.rollout.status), state.row),
@@ -89,29 +98,31 @@ def _retire_rows(state: DecodeState, group_size: int) -> DecodeState:
 
 
 def _next_row(state: DecodeState) -> Int[Array, ""]:
-    """The next row to be admitted."""
+    """Returns the next row to admit."""
     queue = state.queue
+    # `argmax` gives the first row that waits.
     return queue.admission_order[jnp.argmax(queue.waiting[queue.admission_order])]
 
 
 def _count_pages_needed(
     state: DecodeState, lengths: Int[Array, "*B"], block_length: int
 ) -> Int[Array, "*B"]:
-    """Pages that rows of so many tokens have written to by the end of a round; none where caches
-    are contiguous."""
+    """Returns the pages that rows of `lengths` tokens need for a round, 0 if contiguous."""
+    # A round writes from the last token on, so its last position is length + block_length - 2.
     return jnp.minimum(
         (lengths + block_length - 2) // state.caches.page_size + 1, state.pages.table.shape[1]
     )
 
 
 def shared_page_count(length: Int[Array, ""], page_size: int) -> Int[Array, ""]:
-    """Pages of a prompt that no row of its group writes to: a draft reads the position before the
-    last one again, the target the last one."""
+    """Returns the number of prompt pages that a group shares."""
+    # Rounds rewrite the last two prompt positions: the draft reads the one before the last again,
+    # the target the last one. Their pages are copied.
     return jnp.maximum(length - 2, 0) // page_size
 
 
 def _next_row_fits(state: DecodeState, group_size: int, block_length: int) -> Bool[Array, ""]:
-    """Whether the next row's whole text, and a round beyond it, find free pages."""
+    """Returns whether free pages suffice for the next row's text and one round."""
     row = _next_row(state)
     page_count = _count_pages_needed(state, state.rollout.lengths[row], block_length)
     shared_count = shared_page_count(state.rollout.prompt_lengths[row], state.caches.page_size)
@@ -119,12 +130,15 @@ def _next_row_fits(state: DecodeState, group_size: int, block_length: int) -> Bo
 
 
 def _admit_next_row(state: DecodeState, group_size: int, block_length: int) -> DecodeState:
-    """Puts the next row into the first free slot: a copy of what its prompt left, or of the pages
-    that it will write to."""
+    """Moves the next row into the first free slot.
+
+    The slot gets a copy of the prompt's contiguous cache, or of the prompt pages that it writes to.
+    """
     queue, rollout, prompts_start = state.queue, state.rollout, slot_count(state)
     row, slot = _next_row(state), jnp.argmax(state.row == len(rollout.status)).astype(jnp.int32)
     prompt, length = row // group_size, rollout.prompt_lengths[row]
     statistics = rollout.statistics
+    # A row with tokens was evicted before, and keeps its first round.
     start_round = jnp.where(
         rollout.lengths[row] == length, state.round[0], statistics.start_round[row]
     )
@@ -133,7 +147,7 @@ def _admit_next_row(state: DecodeState, group_size: int, block_length: int) -> D
     pages = share_pages(state.pages, slot, prompts_start + prompt, shared_count)
     page_count = _count_pages_needed(state, rollout.lengths[row], block_length)
     pages = allocate_pages(pages, pages.page_counts.at[slot].set(page_count))
-    # The pages that it shares are its prompt's own; only those that it writes to are copies.
+    # The other pages of the prompt are shared.
     prompt_copy = PromptCopy(
         slot,
         prompt,
@@ -155,7 +169,7 @@ def _admit_next_row(state: DecodeState, group_size: int, block_length: int) -> D
         ),
         queue=queue.replace(waiting=queue.waiting.at[row].set(False)),
         pages=pages,
-        # An evicted row starts from its prompt once more, and then reads its own tokens.
+        # An evicted row starts from its prompt again, so all its own tokens are unread.
         unread_counts=state.unread_counts.at[slot].set(rollout.lengths[row] - length),
         admission_index=state.admission_index.at[slot].set(jnp.max(state.admission_index) + 1),
     )
@@ -168,11 +182,12 @@ def _select_copied_pages(
     shared_count: Int[Array, ""],
     last_page: Int[Array, ""],
 ) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
-    """Pages of the row in `slot` that begin as copies, and the pages of its prompt's that they are
-    copies of: the last two positions of a prompt lie in no more than two."""
+    """Returns the pages of `slot` that start as copies, and their sources in the prompt."""
+    # The last two positions of a prompt are in at most two pages.
     count = min(2, pages.table.shape[1])
     indices = shared_count + jnp.arange(count, dtype=jnp.int32)
     row_pages = jnp.take(pages.table[slot], indices, mode="clip")
+    # Copies to an index beyond the pool are dropped: there may be only one page to copy.
     copied_pages = jnp.where(indices <= last_page, row_pages, len(pages.references))
     return copied_pages, jnp.take(pages.table[prompt], indices, mode="clip")
 
@@ -181,8 +196,10 @@ def _select_copied_pages(
 
 
 def _reserve_pages(state: DecodeState, block_length: int, may_evict: bool) -> DecodeState:
-    """Gives every row the pages that the next round writes to; while there are too few, the
-    youngest row is evicted and waits."""
+    """Gives all running rows pages for the next round.
+
+    While there are too few pages, evicts the youngest row.
+    """
     if may_evict:
         state = lax.while_loop(
             lambda state: _lacks_pages(state, block_length), _evict_youngest_row, state
@@ -193,12 +210,12 @@ def _reserve_pages(state: DecodeState, block_length: int, may_evict: bool) -> De
 
 
 def _page_counts_for_round(state: DecodeState, block_length: int) -> Int[Array, " A"]:
-    """How many pages each holder has once those in slots can run a round."""
+    """Returns each owner's page count for the next round."""
     lengths = gather_rows(state.rollout.lengths, rows_of_slots(state))
-    # a row that has pages keeps them: they are freed all at once when it ends or is evicted
     needed_counts = jnp.where(
         active_slots(state), _count_pages_needed(state, lengths, block_length), 0
     )
+    # Counts never shrink: a row's pages are freed all at once when it ends or is evicted.
     return state.pages.page_counts.at[: slot_count(state)].max(needed_counts)
 
 
@@ -210,7 +227,10 @@ def _lacks_pages(state: DecodeState, block_length: int) -> Bool[Array, ""]:
 
 
 def _evict_youngest_row(state: DecodeState) -> DecodeState:
-    """Takes the youngest row from its slot; its text stays where it is."""
+    """Evicts the youngest row, and returns it to the queue.
+
+    Its text stays in the rollout.
+    """
     queue, pages, row = state.queue, state.pages, state.row
     youngest = jnp.argmax(jnp.where(active_slots(state), state.admission_index, -1)).astype(
         jnp.int32
@@ -229,9 +249,13 @@ def _evict_youngest_row(state: DecodeState) -> DecodeState:
 def gather_slots(
     state: DecodeState, count: int, group_size: int
 ) -> tuple[DecodeState, Int[Array, " b"]]:
-    """A state of `count` slots with the rows that have not ended, and which slots they had: pages
-    stay where they are."""
-    state = _retire_rows(state, group_size)  # a slot that stays behind must hold no page
+    """Gathers running rows into a state of `count` slots.
+
+    Also returns the slots that they had. Only page tables move, not pages.
+    """
+    # The smaller state has no table of the slots left out, so these must own no page.
+    state = _retire_rows(state, group_size)
+    # Running rows first, in the order of their slots.
     order = jnp.argsort(~active_slots(state), stable=True)[:count].astype(jnp.int32)
     pages, owners = state.pages, _owner_indices(state, order)
     compact = state.replace(
@@ -248,8 +272,11 @@ def gather_slots(
 def scatter_slots(
     state: DecodeState, compact: DecodeState, order: Int[Array, " b"], group_size: int
 ) -> DecodeState:
-    """The state that `gather_slots` took them from, after some rounds of the smaller one; what
-    did not fit that one stays."""
+    """Scatters the slots of `gather_slots` back after some rounds.
+
+    `state` is the one that they were gathered from. Its other slots stay as they were.
+    """
+    # As in `gather_slots`, so that the slots left out own no page.
     state = _retire_rows(state, group_size)
 
     def scatter_leaf(leaf: Array, compact_leaf: Array) -> Array:
@@ -273,7 +300,7 @@ def scatter_slots(
 
 
 def _owner_indices(state: DecodeState, order: Int[Array, " b"]) -> Int[Array, " a"]:
-    """Rows of the page table: of the slots in `order`, and of the prompts, which stand behind all
-    slots."""
+    """Returns page table indices of the slots in `order`, then of all prompts."""
+    # In the table, prompts come after all slots.
     prompts = jnp.arange(slot_count(state), len(state.pages.page_counts), dtype=jnp.int32)
     return jnp.concatenate([order, prompts])

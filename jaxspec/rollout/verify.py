@@ -1,9 +1,10 @@
-"""The lossless verification rules: whatever the draft proposes, the tokens kept have exactly the
-target's law.
+"""Lossless verification rules.
 
-A row's first `draft_counts` of K drafts are on offer; the rest of `draft_tokens`, and of target
-and draft beyond, is not looked at. The target must be finite wherever a draft is offered; a
-draft position gone NaN ends the offer there.
+For any draft, the kept tokens have exactly the target's distribution.
+
+The first `draft_counts` of a row's K draft tokens are valid. Rules ignore the other tokens, and the
+distributions there. The target must be finite at every valid draft token. At a position where the
+draft's distribution is NaN, the valid drafts end.
 """
 
 from collections.abc import Callable
@@ -16,32 +17,36 @@ from jaxspec.sampling import Noise
 
 
 class Verdict(NamedTuple):
-    """Of K drafted tokens the first `accepted` are kept, and `next_token` follows them."""
+    """Result of verification."""
 
     accepted: Int[Array, " B"]
+    """Number of leading draft tokens to keep."""
     next_token: Int[Array, " B"]
+    """Token after the accepted drafts."""
 
 
 class Distributions(NamedTuple):
-    """Target and draft at the positions of a block, by the questions that rules ask of them."""
+    """Target and draft distributions of a block, as functions that rules call."""
 
     draft_token_logprobs: Callable[
         [Int[Array, "B K"]], tuple[Float[Array, "B K"], Float[Array, "B K"]]
     ]
-    """Log-probabilities of the drafted tokens under target and draft."""
+    """(draft tokens) -> their log-probabilities under target and draft."""
     residual_mass: Callable[[Float[Array, "B N"]], Float[Array, "B N"]]
-    """Mass of the residual (weight target - draft)+ at each draft but the first, of log-weights."""
+    """(log-weights) -> mass of the residual (weight target - draft)+ at each draft after the
+    first."""
     draw_next: Callable[..., Int[Array, " B"]]
-    """(accepted, rejected, log_weight, noise) -> the token after the cut.
+    """(accepted, rejected, log_weight, noise) -> token after the cut.
 
-    It comes from the residual (weight target - draft)+ where a draft was rejected, else from the
-    target."""
+    It is drawn from the residual (weight target - draft)+ if a draft was rejected, else from the
+    target.
+    """
     draw_target: Callable[[Noise], Int[Array, "B K1"]]
-    """Tokens of the target at every position."""
+    """(noise) -> target samples at every position."""
 
 
 def count_leading(flags: Bool[Array, "B K"]) -> Int[Array, " B"]:
-    """Number of leading True entries."""
+    """Counts leading True entries."""
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
@@ -52,17 +57,18 @@ def token_rule(
     coins: Float[Array, "B K"],
     next_noise: Noise,
 ) -> Verdict:
-    """Accepts a draft with probability min(1, target/draft); a rejection draws from the residual
-    (target - draft)+.
+    """Accepts each draft with probability min(1, target/draft).
+
+    After a rejection, the next token is drawn from the residual (target - draft)+. If all valid
+    drafts are accepted, it is drawn from the target.
 
     Args:
-      distributions: the processed target at the K+1 verified positions, and those that the drafts
-        were sampled from.
+      distributions: processed target at the K+1 verified positions, and the distributions that the
+        drafts were sampled from.
       draft_tokens: tokens sampled from the draft.
-      draft_counts: drafts on offer, 0..K, a function of the prefix; after the last one the target
-        itself gives the next token.
+      draft_counts: number of valid drafts, 0..K. It may depend on the prefix only.
       coins: uniform in (0, 1), fresh in every round.
-      next_noise: for the one token after the cut, fresh in every round.
+      next_noise: noise of the token after the cut, fresh in every round.
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.
     """
@@ -84,13 +90,15 @@ def block_rule(
     coins: Float[Array, "B K"],
     next_noise: Noise,
 ) -> Verdict:
-    """Verifies the drafts together: keeps at least as many as `token_rule` on average, with the
-    same law. See there for the arguments.
+    """Verifies the drafts of a block together.
 
-    With weight_0 = 1 and weight_i = min(weight_{i-1} target/draft, 1) at draft i, the longest i is
-    kept whose coin is below spare_i / (spare_i + 1 - weight_i), where spare_i is the mass of the
-    residual (weight_i target - draft)+ after it; the last draft on offer is kept where its coin is
-    below its weight.
+    On average it keeps at least as many as `token_rule`, with the same distribution. The arguments
+    are the same too.
+
+    Let weight_0 = 1 and weight_i = min(weight_{i-1} target/draft, 1) at draft i. Let spare_i be the
+    mass of the residual (weight_i target - draft)+ after draft i. Draft i passes if its coin is
+    below spare_i / (spare_i + 1 - weight_i). The last valid draft passes if its coin is below its
+    weight. All drafts up to the last that passes are kept.
 
     Source: Sun et al., arXiv 2403.10444, algorithm 2.
     """
@@ -105,8 +113,8 @@ def block_rule(
     weights = jnp.exp(log_weights[:, 1:])
     inner_chances = weights[:, :-1]
     residual_mass = distributions.residual_mass(log_weights[:, 1:-1])
-    # Weight 1 and nothing left over: the laws after it agree and a later draft is kept, but for
-    # rounding.
+    # With weight 1 and no residual the quotient is 0/0. The distributions after this draft agree
+    # then, so a later draft is kept, except for rounding.
     inner_chances = jnp.where(
         inner_chances == 1,
         1,
@@ -119,6 +127,7 @@ def block_rule(
         jnp.concatenate([inner_chances, weights[:, -1:]], axis=1),
     )
     accepts = (coins < chance) & (depths <= draft_counts[:, None])
+    # Not the leading ones: a draft that fails is kept if a later one passes.
     accepted = jnp.max(jnp.where(accepts, depths, 0), axis=1, initial=0)
     log_weight = jnp.take_along_axis(log_weights, accepted[:, None], axis=1)[:, 0]
     return Verdict(
@@ -132,13 +141,13 @@ def match_rule(
     draft_counts: Int[Array, " B"],
     noise: Noise,
 ) -> Verdict:
-    """Samples the target at every position with the given noise and cuts after the first mismatch,
-    or after `draft_counts` drafts.
+    """Samples the target, and keeps drafts up to the first mismatch.
 
-    Exact for drafts that nothing was drawn for, and for drafts that add the same noise to their own
-    logits: the noise is then keyed by (row, position), the tokens are those of plain decoding
-    whatever the draft, and such drafts agree most often (Daliri et al., arXiv 2408.07978). With K =
-    0 this is plain decoding.
+    At most `draft_counts` drafts are kept. With K = 0 this is plain decoding.
+
+    The rule is exact for deterministic drafts, and for drafts that add the same noise to their own
+    logits. Noise keyed by (row, position) gives the tokens of plain decoding for any draft. Drafts
+    that share the noise agree most often (Daliri et al., arXiv 2408.07978).
     """
     sampled = distributions.draw_target(noise)
     accepted = jnp.minimum(count_leading(sampled[:, :-1] == draft_tokens), draft_counts)
@@ -148,5 +157,6 @@ def match_rule(
 def _count_possible_drafts(
     draft_at_draft: Float[Array, "B K"], draft_counts: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """The drafts on offer: only those that their own law can give."""
+    """Counts leading valid drafts that the draft can sample."""
+    # A draft that is NaN fails this comparison too.
     return jnp.minimum(draft_counts, count_leading(draft_at_draft > -jnp.inf))

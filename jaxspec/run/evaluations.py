@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from jaxspec.config.as_json import to_json
-from jaxspec.evaluation.evaluator import Evaluator, has_evaluation, to_metrics
+from jaxspec.evaluation.evaluator import (
+    Evaluator,
+    PolicyAnswerer,
+    has_evaluation,
+    to_metrics,
+)
 from jaxspec.evaluation.program import compile_evaluator, differing_settings, samples_per_problem
 from jaxspec.evaluation.records import RecordFile
 from jaxspec.host.job import Job
@@ -28,6 +34,46 @@ from jaxspec.state import Prompts, PyTree, Rollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import write_text_atomic
 
+
+class StateAnswerer(Protocol):
+    """Answers prompts by the policy of `state`. A call may donate the state and replace it."""
+
+    state: TrainState
+
+    def __call__(self, prompts: Prompts) -> Rollout:
+        """Answers every prompt."""
+        ...
+
+
+@dataclasses.dataclass
+class StepAnswerer:
+    """Answers prompts by the program of the run's step."""
+
+    schedule: StepSchedule
+    scorer: RolloutScorer
+    state: TrainState
+
+    def __call__(self, prompts: Prompts) -> Rollout:
+        """Answers every prompt."""
+        # An empty rollout has nothing to learn, so the call only generates. It may be donated.
+        result = self.schedule(self.state, self.scorer.empty_rollout(), prompts, lambda _: False)
+        assert result.rollout is not None, "an evaluation call is never interrupted"
+        self.state = result.state
+        return result.rollout
+
+
+@dataclasses.dataclass
+class WeightsAnswerer:
+    """Answers prompts by a program of evaluations, and leaves the state as it is."""
+
+    answer_prompts: PolicyAnswerer
+    state: TrainState
+
+    def __call__(self, prompts: Prompts) -> Rollout:
+        """Answers every prompt."""
+        return self.answer_prompts(prompts)
+
+
 BEST_FILE = "best.json"
 """File with the settings of evaluations, and the value of the best checkpoint by its number."""
 
@@ -38,14 +84,21 @@ class Evaluations:
     Keeps the checkpoint with the highest metric `eval.keep_best`.
     """
 
-    def __init__(self, job: Job, evaluator: Evaluator, folder: Path) -> None:
-        """Opens the evaluations of the run in `folder`.
+    def __init__(
+        self,
+        job: Job,
+        evaluator: Evaluator,
+        bind: Callable[[TrainState], StateAnswerer],
+        folder: Path,
+    ) -> None:
+        """Opens the evaluations of the run in `folder`. `bind` gives a state's answerer.
 
         Raises:
           ConfigError: evaluations have no such metric, or the best checkpoint was chosen by other
             settings.
         """
-        self._evaluator, self._folder, self._metric = evaluator, folder, job.config.eval.keep_best
+        self._evaluator, self._bind = evaluator, bind
+        self._folder, self._metric = folder, job.config.eval.keep_best
         self._records = RecordFile(folder, jax.process_index())
         evaluator.require_metric(self._metric)
         settings = to_json(job.config)["eval"]
@@ -93,11 +146,12 @@ class Evaluations:
         Answers are written down under the number `step`. Returns the state, which may be donated,
         and the metrics. They are empty if it was stopped.
         """
-        state, records = self._evaluator(state, stop)
+        answerer = self._bind(state)
+        records = self._evaluator(answerer, stop)
         if records is None:
-            return state, {}
+            return answerer.state, {}
         self._records.append_records(step, records)
-        return state, to_metrics(self._evaluator.estimate_sets(records))
+        return answerer.state, to_metrics(self._evaluator.estimate_sets(records))
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """Returns whether metrics beat the best checkpoint."""
@@ -143,19 +197,19 @@ def open_evaluations(
       ConfigError: that program does not fit the devices, or `eval.keep_best` is no metric.
     """
 
-    def generate_answers(state: TrainState, prompts: Prompts) -> tuple[TrainState, Rollout]:
-        # An empty rollout has nothing to learn, so the call only generates.
-        result = schedule(state, scorer.empty_rollout(), prompts, lambda _: False)
-        assert result.rollout is not None, "an evaluation call is never interrupted"
-        return result.state, result.rollout
+    def bind_step(state: TrainState) -> StateAnswerer:
+        return StepAnswerer(schedule, scorer, state)
 
     other_settings = differing_settings(job.config)
     if other_settings:
         job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
-        evaluator = compile_evaluator(job, source.sets, scorers)
+        program = compile_evaluator(job, source.sets, scorers)
+        evaluator = program.evaluator
+
+        def bind(state: TrainState) -> StateAnswerer:
+            return WeightsAnswerer(program.bind(state), state)
     else:
-        evaluator = Evaluator(
-            source, scorer, job.config, samples_per_problem(job.config), generate_answers
-        )
-    with contextlib.closing(Evaluations(job, evaluator, folder)) as evaluations:
+        evaluator = Evaluator(source, scorer, job.config, samples_per_problem(job.config))
+        bind = bind_step
+    with contextlib.closing(Evaluations(job, evaluator, bind, folder)) as evaluations:
         yield evaluations

@@ -18,6 +18,7 @@ from jaxspec.host.job import Job
 from jaxspec.host.programs import (
     abstract_arguments,
     compile_ahead,
+    compile_answerer,
     compile_for_generator,
     metrics_to_host,
     put_like,
@@ -74,12 +75,10 @@ def compile_fused_schedule(
 ) -> StepSchedule:
     """Compiles the step as one program. Slow compiles are reported through `print_line`."""
     state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
-    layout = (
-        step.state_shardings(),
-        meshes.row_sharding(step.mesh),
-        meshes.replicated_sharding(step.mesh),
-        meshes.replicated_sharding(step.mesh),
-    )
+    mesh = step.learner.mesh
+    assert mesh == step.generator.mesh, "one program has one mesh"
+    replicated = meshes.replicated_sharding(mesh)
+    layout = (step.state_shardings(), meshes.row_sharding(mesh), replicated, replicated)
     with warnings.catch_warnings():
         # Buffers of the plan are donated too, but no result has their size.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -128,10 +127,12 @@ def compile_staged_schedule(
     This gives the seconds of each phase. Generation runs in the slices of `slice_factory`, or at
     once if it is None.
     """
-    replicated, layout = meshes.replicated_sharding(step.mesh), step.state_shardings()
     state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
     learn, (_, learn_metrics) = compile_ahead(
-        step.learn, state, scored, donate_argnums=0, out_shardings=(layout, replicated)
+        step.learn,
+        *(state, scored),
+        donate_argnums=0,
+        out_shardings=(step.state_shardings(), meshes.replicated_sharding(step.learner.mesh)),
     )
     sync, weights = compile_ahead(step.sync, state)
     generation = (
@@ -141,7 +142,9 @@ def compile_staged_schedule(
     )
     generate, programs = generation
     measure, _ = compile_ahead(
-        step.generator.measure_rollout, scored.rollout, weights, out_shardings=replicated
+        step.generator.measure_rollout,
+        *(scored.rollout, weights),
+        out_shardings=meshes.replicated_sharding(step.generator.mesh),
     )
 
     def run_step(
@@ -204,15 +207,12 @@ def _compile_whole_generation(
     step: Step, weights: RolloutWeights, prompts: Prompts
 ) -> tuple[Callable, dict[str, Any]]:
     """Compiles generation without slices. Returns a function and its program by phase."""
-    generator, by_row = step.generator, meshes.row_sharding(step.mesh)
-    program, _ = compile_for_generator(
-        generator, generator.generate, weights, prompts, out_shardings=by_row
-    )
+    answerer = compile_answerer(step.generator, weights, prompts)
 
     def generate(weights: RolloutWeights, prompts: Prompts, _: SliceCallback) -> Rollout:
-        return program(weights, prompts)
+        return answerer(weights, prompts)
 
-    return generate, {"generate": program}
+    return generate, {"generate": answerer}
 
 
 def _compile_sliced_generation(
@@ -242,7 +242,7 @@ def _compile_sliced_generation(
     is_unfinished, _ = compile_ahead(
         lambda status: jnp.any(status == RUNNING),
         running.rollout.status,
-        out_shardings=meshes.replicated_sharding(step.mesh),
+        out_shardings=meshes.replicated_sharding(step.generator.mesh),
     )
     by_row = jax.tree.map(lambda leaf: leaf.sharding, rollout)
 

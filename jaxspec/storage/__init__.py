@@ -1,1 +1,1 @@
-"""Arrays on disk: checkpoints, the cache, and their digests."""
+"""Arrays on disk: checkpoints, the cache, and digests."""

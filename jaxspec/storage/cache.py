@@ -1,5 +1,7 @@
-"""Weights kept for the next run: a cache of folders by what shapes their content, and trees of
-arrays in one file."""
+"""Cache of weights for later runs.
+
+It has a folder for each key of content. Each tree of arrays is one file.
+"""
 
 import contextlib
 import dataclasses
@@ -39,9 +41,9 @@ from jaxspec.system.files import (
 
 _PACKAGE = Path(__file__).parent.parent
 DIGESTS_FILE = "sha256.json"
-"""Digests of the other files of a cached folder."""
+"""File with the digests of the other files of a cached folder."""
 MARK_FILE = "process-0.txt"
-"""A number in a folder that several processes build, by which they know it."""
+"""File with a random number, by which processes recognize a folder that they build together."""
 _READ_ERRORS = (
     OSError,
     EOFError,
@@ -56,31 +58,35 @@ _READ_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""All that NumPy and zipfile were seen to raise for damaged files; the checksums of the archive let
-no flipped byte of an array pass. An OSError is what `explain_read_errors` leaves of them."""
+"""Errors that NumPy and zipfile were observed to raise for damaged files.
+
+The archive's checksums detect every flipped byte of an array. `explain_read_errors` has already
+converted each OSError that is not due to damage.
+"""
 
 
 def content_key(*values: Any) -> str:
-    """Returns 16 hexadecimal digits that depend on nothing but the JSON values and dataclasses
-    given."""
+    """Hashes JSON values and dataclasses to 16 hexadecimal digits."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_sources(*patterns: str) -> str:
-    """The text of some of the package's own files: part of the key of cached weights, which a
-    change of code must not reuse.
+    """Reads the package's source files that match patterns.
+
+    It is part of the key of cached weights, so that weights of older code are not reused.
 
     Raises:
-      ValueError: a name matches no file, as after a file was renamed.
+      ValueError: a pattern matches no file, for example after a file was renamed.
     """
     files_by_pattern = {pattern: sorted(_PACKAGE.glob(pattern)) for pattern in patterns}
     if unmatched := [pattern for pattern, files in files_by_pattern.items() if not files]:
         raise ValueError(
-            f"no file of {_PACKAGE} matches {', '.join(unmatched)}; correct the names where the key"
-            " is made"
+            f"no file of {_PACKAGE} matches {', '.join(unmatched)}; correct the patterns given to"
+            " read_sources"
         )
 
+    # With its name, so that text moved between files changes the key.
     def format_source(file: Path) -> str:
         name = os.fspath(file.relative_to(_PACKAGE))
         return f"{name}\n{file.read_text(encoding='utf-8')}"
@@ -91,8 +97,10 @@ def read_sources(*patterns: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of the cache: JAXSPEC_CACHE, else XDG_CACHE_HOME/jaxspec, else
-    ~/.cache/jaxspec."""
+    """Returns the folder of the cache.
+
+    It is JAXSPEC_CACHE, else XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec.
+    """
     if configured := os.environ.get("JAXSPEC_CACHE"):
         return expand_user_path(configured, "JAXSPEC_CACHE")
     return (
@@ -107,24 +115,32 @@ def cache_folder() -> Path:
 def get_or_build(
     key: str, build: Callable[[Path], None], log: Callable[[str], None] = print
 ) -> Path:
-    """Returns the cached folder of `key`; if there is none, `build` fills it first.
+    """Returns the cached folder of `key`.
 
-    A folder appears complete or not at all, and one whose files do not hold any more what was
-    written is made anew, with a word. Of several processes that ask at once one builds, the others
-    say that they wait, and reuse; so `build` must not communicate with them, as it may in
-    `get_or_build_together`.
-    Raises ConfigError if the cache cannot be written to.
+    It is built first if it is absent, and built again with a warning if it is damaged. A folder
+    appears complete or not at all. Of several processes, one builds while the others wait.
+    So `build` must not communicate with them, unlike in `get_or_build_together`.
+
+    Args:
+      key: name of the folder.
+      build: fills the empty folder that it is given.
+      log: receives warnings and notes.
+
+    Raises:
+      ConfigError: the cache cannot be written to.
     """
     cache = cache_folder()
     cached_folder, build_folder = cache / key, cache / f"{key}.building"
     with explain_write_errors(
         f"cache {cache} cannot be written to", "name another folder with JAXSPEC_CACHE", ConfigError
     ):
+        # An intact folder is used without the lock, which would need permission to write.
         if cached_folder.is_dir() and not _find_damage(cached_folder):
             return cached_folder
         cache.mkdir(parents=True, exist_ok=True)
         lock = _wait_for_lock(cache / f"{key}.lock", log)
     with lock:
+        # Another process may have built it while this one waited. A broken link is in the way, too.
         if cached_folder.exists() or cached_folder.is_symlink():
             damage = _find_damage(cached_folder)
             if not damage:
@@ -142,6 +158,7 @@ def get_or_build(
         try:
             remedy = "free some space or name another folder with JAXSPEC_CACHE"
             with explain_write_errors(f"cache {build_folder} cannot be written to", remedy):
+                # A process that was killed while it built may have left one.
                 remove_path(build_folder)
                 build_folder.mkdir()
             build(build_folder)
@@ -149,6 +166,7 @@ def get_or_build(
                 (build_folder / DIGESTS_FILE).write_text(
                     json.dumps(_digest_files(build_folder)), encoding="utf-8"
                 )
+                # Renamed as the last action, so that a folder appears only when it is complete.
                 build_folder.rename(cached_folder)
         finally:
             with contextlib.suppress(OSError):
@@ -159,10 +177,13 @@ def get_or_build(
 def get_or_build_together(
     key: str, build: Callable[[Path], None], log: Callable[[str], None]
 ) -> Path:
-    """As `get_or_build`, for what all processes build together: each is given the folder, and
-    process 0 fills it.
+    """Returns a cached folder that all processes build together.
 
-    Raises ConfigError also where a process does not see that folder, before it is filled.
+    Does as `get_or_build`, but each process calls `build`, and process 0 fills the folder.
+
+    Raises:
+      ConfigError: the cache cannot be written to, or a process does not see the folder of process
+        0. The latter is found before the folder is filled.
     """
     if jax.process_count() == 1:
         return get_or_build(key, build, log)
@@ -170,6 +191,7 @@ def get_or_build_together(
 
     def build_by_all(folder: Path) -> None:
         nonlocal mark
+        # Below 2^31 for `broadcast_number`, and not 0, which stands for an intact folder.
         mark = 1 + secrets.randbelow(2**30)
         write_text_atomic(folder / MARK_FILE, str(mark))
         broadcast_number(mark)
@@ -177,10 +199,11 @@ def get_or_build_together(
 
     if jax.process_index() == 0:
         get_or_build(key, build_by_all, log)
+        # `build_by_all` was not called. The others wait for a number in either case.
         if not mark:
             broadcast_number(0)
     elif mark := broadcast_number(0):
-        # of another job's folder, on another disk, it says something else
+        # The same path on another disk may be the folder of another job, with another number.
         file = build_folder / MARK_FILE
         mark_text = file.read_text(encoding="utf-8") if file.is_file() else ""
         require_shared_cache(mark_text == str(mark), build_folder)
@@ -197,11 +220,12 @@ def _digest_files(folder: Path) -> dict[str, str]:
 
 
 def _find_damage(folder: Path) -> str:
-    """What is wrong with a cached folder; empty if its files are those that were written.
+    """Describes the damage of a cached folder.
+
+    The text is empty if the files are as written.
 
     Raises:
-      ConfigError: that cannot be told, because a file must not be read, say; then nothing is to be
-        discarded.
+      ConfigError: a file cannot be checked, for example for lack of permission.
     """
     if not folder.is_dir():
         return "it is not a folder"
@@ -213,6 +237,7 @@ def _find_damage(folder: Path) -> str:
         saved_digests = None
     if not isinstance(saved_digests, dict):
         return f"its {DIGESTS_FILE} cannot be read"
+    # Not reported as damage, since the caller would discard an intact folder.
     with explain_read_errors(folder):
         digests = _digest_files(folder)
     changed_names = sorted(
@@ -224,19 +249,23 @@ def _find_damage(folder: Path) -> str:
 
 
 def _wait_for_lock(path: Path, log: Callable[[str], None]) -> TextIO:
+    # Tried once without waiting, to know whether to report a wait.
     lock = lock_file(path, wait=False)
     if lock is None:
         log(f"another process is making {path.with_suffix('')}; waiting for it")
         lock = lock_file(path, wait=True)
-    assert lock is not None, "a lock that is waited for is had"
+    assert lock is not None, "a lock that is waited for is acquired"
     return lock
 
 
 def save_tree(path: Path, tree: PyTree) -> None:
-    """Writes the arrays of a tree to one file, from the calling process; each must be replicated or
-    wholly on its devices.
+    """Writes a tree of arrays to a file.
 
-    The file is complete or as it was before. Raises SaveError if it cannot be written.
+    Each array must be replicated, or be entirely on devices of this process. If writing fails, the
+    file stays as it was.
+
+    Raises:
+      SaveError: the file cannot be written.
     """
     leaves = leaves_by_name(tree)
     index = json.dumps([[name, dtype] for name, (_, dtype) in array_layout(leaves).items()])
@@ -248,16 +277,18 @@ def save_tree(path: Path, tree: PyTree) -> None:
 
 
 def load_tree(path: Path, abstract: PyTree) -> PyTree:
-    """Returns what `save_tree` wrote, as global arrays with the shardings of `abstract`; every
-    process reads the file.
+    """Loads a tree that `save_tree` wrote.
 
-    Raises DamagedFileError if the file does not hold any more what was written, ConfigError if
-    names, shapes or dtypes differ.
+    Returns global arrays with the shardings of `abstract`. Every process reads the file.
+
+    Raises:
+      DamagedFileError: the file's content has changed.
+      ConfigError: names, shapes or dtypes differ from those of `abstract`.
     """
     leaves = leaves_by_name(abstract)
     try:
         with explain_read_errors(path), np.load(path, allow_pickle=False) as file:
-            # NumPy forgets the names of dtypes that are not its own, such as bfloat16.
+            # NumPy does not save the names of dtypes that are not its own, such as bfloat16.
             arrays = {
                 name: file[f"arr_{i}"].view(np.dtype(dtype))
                 for i, (name, dtype) in enumerate(parse_json(str(file["index"])))

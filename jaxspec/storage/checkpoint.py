@@ -1,5 +1,4 @@
-"""Checkpoints of a run (Orbax): saved in the background, restored on any mesh, and checked to hold
-what was saved."""
+"""Saves a run's checkpoints by Orbax, and checks their digests."""
 
 import contextlib
 import hashlib
@@ -21,38 +20,36 @@ from jaxspec.storage.orbax_errors import PATH_ERRORS, access_error_in, describe_
 from jaxspec.storage.trees import array_layout, digest_arrays, leaves_by_name, require_same_layout
 from jaxspec.system.files import DamagedFileError, SaveError, explain_write_errors
 
+# The last is present if the common state has the key `processes`, their number.
 _ARRAYS_ITEM, _HOST_ITEM, _PROCESS_ITEM = "arrays", "host", "own"
-"""Items of a step: the arrays, a file of what all processes have alike, and, where that says of how
-many `processes`, a file of what each has by itself."""
+"""Items of a step: arrays, state common to all processes, and state of each process."""
 _HOST_FILE = "metadata"
-"""Name of the file of what all have alike; others have the number of the process."""
+"""File of the common state. Files of processes are named by their number."""
 _READ_ERRORS = (*PATH_ERRORS, ValueError, KeyError, AttributeError, TypeError, IndexError)
-"""All that Orbax and tensorstore were seen to raise for damaged files, beside a bare Exception
-around one of these."""
+"""Errors of Orbax and tensorstore for damaged files, perhaps as the cause of a bare Exception."""
 _METADATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError)
-"""All that Orbax was seen to raise for what a step has about itself."""
+"""Errors that Orbax raises for a damaged _CHECKPOINT_METADATA."""
 
 
 class RestoredCheckpoint(NamedTuple):
-    """A checkpoint that was read."""
+    """Content of a checkpoint."""
 
     arrays: PyTree
     host_state: dict[str, Any]
-    """What all processes had saved alike."""
+    """State common to all processes."""
     process_states: list[dict[str, Any]]
-    """What some processes had saved by themselves: those whose `successor_process` this one is."""
+    """States of the saving processes whose `successor_process` is this one."""
 
 
 def successor_process(process_id: int) -> int:
-    """The process that takes over what a process of the saving run had by itself."""
+    """Returns the process that takes over the state of a saving process."""
     return process_id % jax.process_count()
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of a run: saved in the background, complete or absent, and
-    checked when they are read.
+    """The newest `keep` checkpoints of a run.
 
-    With several processes each method is called by all of them, and arrays are global.
+    Each is complete or absent. All processes call each method, and arrays are global.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._saving_step: int | None = None
         self._log = log
-        # What to do about a checkpoint of another config, and about a damaged one.
+        # For a checkpoint of another config, and for a damaged one.
         self._remedies = (
             "Use that config again, or another --workdir",
             "put it back from a copy, or name another folder with --workdir",
@@ -97,8 +94,8 @@ class Checkpoints:
                 },
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-                    # A killed save leaves its half under a temporary name; a reader leaves a live
-                    # run's half alone.
+                    # A killed save leaves a temporary folder. A reader must not remove it, since a
+                    # live run may be writing it.
                     cleanup_tmp_directories=not read_only,
                     read_only=read_only,
                 ),
@@ -111,13 +108,13 @@ class Checkpoints:
         host_state: Mapping[str, Any],
         process_state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts to save a tree of `jax.Array`, and JSON objects: one that all processes have
-        alike, and what each has by itself; the arrays may be donated as soon as it returns.
+        """Starts to save a step. The arrays may be donated as soon as it returns.
 
-        A step that is already saved is left alone. Raises SaveError if this save, or the one
-        before, cannot be written.
+        `host_state` and `process_state` are JSON objects, the first equal in all processes. A step
+        that is already saved is left as it is.
+        Raises SaveError if this save or the previous one cannot be written.
         """
-        # Orbax refuses arrays without elements; they hold nothing to save.
+        # Orbax refuses arrays without elements, which have nothing to save.
         leaves = {name: leaf for name, leaf in leaves_by_name(arrays).items() if leaf.size}
         self.wait_until_saved()
         if step in self._manager.all_steps():
@@ -137,20 +134,17 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def latest_step(self) -> int | None:
-        """Returns the newest step that is saved or being saved."""
+        """Returns the newest step, saved or being saved."""
         return self._manager.latest_step()
 
     def restore_latest(
         self, describe_arrays: Callable[[dict[str, Any]], PyTree]
     ) -> RestoredCheckpoint | None:
-        """Returns the newest step that is not damaged. None if there is no step at all.
+        """Restores the newest intact step. Returns None if there is no step at all.
 
-        `describe_arrays` is given the step's JSON object, and returns `abstract` of `restore`.
-
-        Steps that are damaged are named, and set aside in a folder beside this one, so that they
-        can be saved again.
-        Raises ConfigError if all are damaged, which are then left where they are, and as `restore`
-        does.
+        `describe_arrays` maps the step's `host_state` to the `abstract` of `restore`. Damaged steps
+        are moved to another folder with a warning, so that they can be saved again.
+        Raises ConfigError if all are damaged, and moves none then. Else it raises as `restore`.
         """
         damaged: dict[int, DamagedFileError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -166,12 +160,12 @@ class Checkpoints:
         return None
 
     def restore(self, step: int, abstract: PyTree, partial: bool = False) -> RestoredCheckpoint:
-        """Returns what was saved of a step.
+        """Restores a step.
 
-        `abstract` is the tree that was saved, with leaves that have shape, dtype and the sharding
-        wanted now, on any mesh; if `partial`, it may lack some (None), which are not read.
-        Raises ConfigError if names, shapes or dtypes differ from the saved ones, or the files
-        cannot be read; DamagedFileError if they do not hold what was saved.
+        `abstract` is the saved tree, with leaves that have shape, dtype and the new sharding, on
+        any mesh. If `partial`, it may lack some (None), which are not read.
+        Raises ConfigError if names, shapes or dtypes differ, or the files cannot be read.
+        Raises DamagedFileError if their content has changed.
         """
         return self._restore_step(step, lambda _: abstract, partial)
 
@@ -204,14 +198,15 @@ class Checkpoints:
             )
             leaf_args = ocp.checkpoint_utils.construct_restore_args(specs)
             args = ocp.args.PyTreeRestore(specs, restore_args=leaf_args, partial_restore=partial)
-            # Past the manager, whose barrier would keep the other processes when one cannot read
-            # its part.
+            # Not by the manager: if one process cannot read its part, the others would wait at the
+            # manager's barrier.
             with self._explain_read_errors(step):
                 arrays = {
                     **ocp.PyTreeCheckpointHandler().restore(
                         self._manager.directory / str(step) / _ARRAYS_ITEM, args=args
                     )
                 }
+        # Outside `_share_errors`, since the digests are the same in all processes.
         changed = [name for name, value in digest_arrays(arrays).items() if value != digests[name]]
         if changed:
             suffix = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -228,12 +223,12 @@ class Checkpoints:
         return RestoredCheckpoint(tree, host_state, process_states)
 
     def wait_until_saved(self) -> None:
-        """Returns when the save under way is complete; raises SaveError if it failed."""
+        """Waits for the current save. Raises SaveError if it failed."""
         with self._explain_save_errors():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, as `wait_until_saved` does, and frees the threads."""
+        """Waits for the current save, and frees the threads."""
         try:
             self.wait_until_saved()
         finally:
@@ -245,8 +240,7 @@ class Checkpoints:
     def _load_states(
         self, step: int, partial: bool
     ) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
-        """The JSON object of a step, the digests of its arrays, and what is this process's of the
-        objects that each process saved; if `partial`, none of these."""
+        """Loads a step's common state, digests, and (unless `partial`) states for this process."""
         content = self._load_json(step, _HOST_FILE)
         process_count = 0 if partial else content.get("processes", 0)
         process_states = [
@@ -257,21 +251,22 @@ class Checkpoints:
         return content["saved"], content["arrays"], process_states
 
     def _load_json(self, step: int, name: str, owner: list[int] | None = None) -> dict[str, Any]:
-        """A file of JSON of a step, which was saved by `_add_digest`; of whose step and process."""
+        """Loads a JSON file. Checks its digest and owner (step and process)."""
         handler, item = ocp.JsonCheckpointHandler(name), _PROCESS_ITEM if owner else _HOST_ITEM
         with self._explain_read_errors(step):
             content = {**handler.restore(self._manager.directory / str(step) / item)}
             is_intact = content.pop("digest", None) == _digest_json(content)
+        # A file copied from another step or process has a valid digest.
         if not is_intact or content.get("whose") != owner:
             raise DamagedFileError(
-                f"{self._step_name(step)} is damaged (what it says of the run differs from what was"
+                f"{self._step_name(step)} is damaged (the state of the run differs from what was"
                 " saved)",
                 self._remedies[1],
             )
         return content
 
     def _move_damaged(self, damaged: Mapping[int, DamagedFileError], intact_step: int) -> None:
-        """Moves steps out of the way, to where nobody looks for checkpoints, and says so."""
+        """Moves damaged steps to `damaged-checkpoints` with a warning."""
         if not damaged:
             return
         with self._share_errors(f"damaged checkpoints in {self.folder} cannot be moved"):
@@ -288,13 +283,14 @@ class Checkpoints:
                     f"warning: {error.problem}; it is now {new_path}, and checkpoint {intact_step}"
                     " takes its place"
                 )
+        # The manager caches the list of steps.
         self._manager.reload()
 
     @contextlib.contextmanager
     def _explain_open_errors(self) -> Iterator[None]:
         try:
             yield
-        except _METADATA_ERRORS as error:  # of the small file that each step has about itself
+        except _METADATA_ERRORS as error:
             files = [
                 file
                 for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA"))
@@ -311,19 +307,19 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explain_read_errors(self, step: int) -> Iterator[None]:
-        """Names what cannot be read: as damage, or, where the operating system will not have it, as
-        that."""
+        """Explains errors of reading. Lack of access is a ConfigError, not a DamagedFileError."""
         try:
             yield
         except Exception as error:
-            # Orbax raises no better one for arrays
+            # For arrays Orbax raises a bare Exception with the reason as its cause.
             root = error.__cause__ if type(error) is Exception else error
-            # Orbax takes what it may not look at for missing
+            # Orbax reports files without permission as missing.
             denial = access_error_in(self.folder / str(step))
             cause = (
                 f"{denial.filename}: {denial.strerror}" if denial else describe_error(root or error)
             )
             fault = f"{self._step_name(step)} cannot be read ({cause})"
+            # tensorstore's errors have the code of the operating system in their text only.
             code_match = re.search(r"os_error_code='(\w+)'", str(root))
             is_missing = isinstance(root, PATH_ERRORS) or (
                 code_match is not None and code_match[1] in ("ENOENT", "EISDIR", "ENOTDIR")
@@ -336,14 +332,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _share_errors(self, failure: str) -> Iterator[None]:
-        """What one process refuses, all refuse: none goes on alone to where it would wait for the
-        others."""
+        """Raises one process's ConfigError in all processes."""
+        # A process that went on would wait for the others in its next collective.
         fault: ConfigError | None = None
         try:
             yield
         except ConfigError as error:
             fault = error
         if jax.process_count() > 1:
+            # A ConfigError of any process outweighs damage, so that no step is moved away.
             severity = np.int32(
                 0 if fault is None else 1 if isinstance(fault, DamagedFileError) else 2
             )
@@ -361,6 +358,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
+            # tensorstore raises ValueError for failures of the operating system.
             if not isinstance(error, OSError) and "os_error_code" not in str(error):
                 raise
             raise SaveError(
@@ -371,7 +369,8 @@ class Checkpoints:
 
 
 def _add_digest(saved: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """The content of a file of JSON, as `_load_json` reads it."""
+    """Returns the content of a JSON file for `_load_json`."""
+    # Through JSON, so that the digest is of values as they are read back.
     content = {"saved": json.loads(json.dumps(dict(saved))), **fields}
     return content | {"digest": _digest_json(content)}
 
@@ -381,7 +380,7 @@ def _digest_json(content: Mapping[str, Any]) -> str:
 
 
 def _is_readable_metadata(file: Path) -> bool:
-    """Whether Orbax can read what a step has about itself, in this file."""
+    """Returns whether Orbax can read a file _CHECKPOINT_METADATA."""
     try:
         ocp.Checkpointer(ocp.CompositeCheckpointHandler()).metadata(file.parent)
         return isinstance(json.loads(file.read_bytes() or b"{}"), dict)
@@ -390,7 +389,7 @@ def _is_readable_metadata(file: Path) -> bool:
 
 
 def _next_free_path(path: Path) -> Path:
-    """The path, or with the first number behind it that nothing has."""
+    """Returns the path, or appends the first free number."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1

@@ -1,5 +1,4 @@
-"""What Orbax tells of a failure: nothing beside what it raises, and that in the operating system's
-words."""
+"""Reasons of Orbax's errors, and suppression of its other output."""
 
 import functools
 import logging
@@ -11,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 PATH_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""Of what is not there, or not what it should be."""
+"""Errors of an absent path, or one of the wrong kind."""
 
 
 @functools.cache
 def silence_orbax() -> None:
-    """Keeps quiet what Orbax tells beside what it raises, which the user reads once, as a
-    ConfigError.
+    """Suppresses Orbax's logs and warnings of failures.
 
-    It logs a traceback of each failed save, and leaves what a failed read or save had begun to the
-    garbage collector, to asyncio and to the threads of tensorstore, who print theirs.
+    The user reads each failure once, as a ConfigError.
     """
+    # Orbax logs a traceback of each failed save.
     logging.getLogger("absl").addFilter(_is_not_from_orbax)
+    # A failed read or save abandons its coroutines and futures. The garbage collector, asyncio and
+    # the threads of tensorstore each report those.
     logging.getLogger("asyncio").addFilter(_is_not_abandoned)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    # Other errors are still reported, by the hook that is replaced here.
     previous_hook = sys.unraisablehook
 
     def report_unraisable(unraisable: Any) -> None:
@@ -49,11 +50,14 @@ def _is_not_abandoned(record: logging.LogRecord) -> bool:
 
 
 def access_error_in(folder: Path) -> OSError | None:
-    """What the operating system says of the first folder or file in a folder that is there and may
-    not be opened; None if all may be."""
+    """Finds a file or folder that cannot be opened.
+
+    Returns the error of the first one that exists, or None if all can be opened.
+    """
     errors: list[OSError] = []
     for root, _, files in os.walk(folder, onerror=errors.append):
         for name in files:
+            # O_NONBLOCK, since opening a named pipe would wait for a writer.
             try:
                 os.close(os.open(Path(root, name), os.O_RDONLY | os.O_NONBLOCK))
             except OSError as error:
@@ -62,8 +66,9 @@ def access_error_in(folder: Path) -> OSError | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """The operating system's words, which tensorstore puts last in a long message; it may add what
-    it was writing."""
+    """Returns the operating system's reason, or the first line."""
+    # tensorstore appends the reason to a long message, followed by the code of the error or by a
+    # description of the array.
     match = re.search(r"([^:\[\]]+) \[(?:os_error_code|tensorstore_spec)=", str(error))
     if match:
         return match[1].strip()

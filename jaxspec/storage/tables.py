@@ -1,4 +1,4 @@
-"""Small tables of measurements, kept in files of their own for the next run."""
+"""Saves small tables of measurements for later runs."""
 
 import json
 from pathlib import Path
@@ -25,9 +25,10 @@ def save_table(file: Path, table: np.ndarray, consequence: str) -> None:
 
 
 def load_table(file: Path, shape: tuple[int, ...], consequence: str) -> np.ndarray:
-    """Returns the table in a file, or zeros if there is none of this shape.
+    """Loads a table that `save_table` wrote.
 
-    A damaged file counts as none, with a warning that ends in `consequence`.
+    Returns zeros if there is none of this shape. A damaged file counts as none, with a
+    warning that ends in `consequence`.
     """
     table, damage = [], ""
     try:

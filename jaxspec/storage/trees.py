@@ -1,5 +1,4 @@
-"""Trees of arrays on their way to disk: leaves by name, how two layouts differ, and digests of what
-the arrays hold."""
+"""Trees of arrays: their names, layouts and digests."""
 
 import functools
 import math
@@ -15,36 +14,42 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.state import PyTree
 
 _MAX_DIFFERENCES = 5
+"""Maximum number of differences in an error message."""
 _STRIDE = 0x9E3779B1
-"""An odd number: elements of the same bits at different places are different."""
+"""Odd factor of positions in digests, so that equal elements at different positions differ."""
 
 ArrayLayout = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each array, by name."""
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Any]:
-    """Leaves by dotted path, so that files depend on no Python class; None is no leaf."""
+    """Returns the leaves by dotted path. None is no leaf."""
+    # Paths have no names of Python classes, so that renaming a class keeps files readable.
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named_leaves = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
     }
     if len(named_leaves) != len(leaves):
         raise ValueError(
-            f"{len(leaves)} arrays share {len(named_leaves)} names; keys with dots in them clash"
-            " with nested ones"
+            f"{len(leaves)} arrays share {len(named_leaves)} names; rename keys with dots, which"
+            " clash with nested ones"
         )
     return named_leaves
 
 
 def array_layout(leaves: Mapping[str, Any]) -> ArrayLayout:
-    """Shapes and dtypes of named leaves."""
+    """Returns shapes and dtypes of named leaves."""
     return {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
 
 
 def require_same_layout(
     source: str, stored: ArrayLayout, expected: ArrayLayout, remedy: str
 ) -> None:
-    """Raises ConfigError that names the arrays in which two layouts differ."""
+    """Checks that two layouts are equal.
+
+    Raises:
+      ConfigError: they differ. The message names the first arrays that do.
+    """
     differences = [f"{name} is missing" for name in sorted(expected.keys() - stored.keys())]
     differences += [
         f"{name} is not part of this run" for name in sorted(stored.keys() - expected.keys())
@@ -65,12 +70,15 @@ def require_same_layout(
 
 
 def gather_to_process_0(tree: PyTree) -> PyTree:
-    """The arrays of a tree in process 0, whole, on the host; nothing elsewhere, though all
-    processes call it: one array after the other is made whole on the devices."""
+    """Gathers a tree of arrays on process 0's host.
+
+    All processes call it. The others get None for each leaf.
+    """
 
     def gather_leaf(leaf: Any) -> np.ndarray | None:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             assert isinstance(leaf.sharding, NamedSharding), "as all arrays of several processes"
+            # Replicated on the devices one at a time, so that at most one is held in full.
             leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, jax.P()))
         return np.asarray(leaf) if jax.process_index() == 0 else None
 
@@ -78,13 +86,13 @@ def gather_to_process_0(tree: PyTree) -> PyTree:
 
 
 def digest_arrays(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-    """A number of 32 bits for each array, the same on any mesh and in every process, which all call
-    this together.
+    """Computes a digest of 32 bits per array.
 
-    A change of a single element of up to 32 bits gives another number, any other change does but
-    for one chance in 2^32. Arrays are summed up where they are, without being gathered; those of a
-    lone process on CPUs by NumPy, which needs no compiler.
+    It is the same on any mesh and in every process. All processes call it together. A change of a
+    single element of up to 32 bits always changes the digest. Any other change is missed with a
+    probability of 2^-32. Arrays are not gathered.
     """
+    # NumPy needs no compilation.
     is_local = jax.process_count() == 1 and all(
         device.platform == "cpu" for leaf in leaves.values() for device in leaf.devices()
     )
@@ -109,12 +117,18 @@ def _compile_digests(replicated: NamedSharding | None) -> Any:
 
 
 def _digest_array(library: Any, array: Any) -> Any:
-    """The sum modulo 2^32 of an array's bits, each element mixed with its place in the whole array:
-    the last steps of MurmurHash3."""
+    """Returns the digest of an array.
+
+    It is the sum modulo 2^32 of all elements, each mixed with its position by the final steps of
+    MurmurHash3. `library` is NumPy or `jax.numpy`.
+    """
     array = library.atleast_1d(array)
+    # The steps of mixing have 32 bits, so wider elements are split into several.
     mixed = array.view(np.dtype(f"uint{8 * min(4, array.dtype.itemsize)}")).astype(np.uint32)
     for axis, size in enumerate(mixed.shape):
         stride = np.uint32(math.prod(mixed.shape[axis + 1 :]) * _STRIDE % 2**32)
+        # The position in the flattened array is added axis by axis. A reshape to one axis would
+        # gather a sharded array.
         mixed = (
             mixed
             + library.arange(size, dtype=np.uint32).reshape([-1] + [1] * (mixed.ndim - axis - 1))
@@ -122,4 +136,5 @@ def _digest_array(library: Any, array: Any) -> Any:
         )
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
+    # A sum does not depend on the order, so that shards can be summed independently.
     return library.sum(mixed, dtype=np.uint32)

@@ -1,1 +1,1 @@
-"""Text as token ids."""
+"""Tokenizers, chat templates and stop strings."""

@@ -1,5 +1,7 @@
-"""A checkpoint's chat template, filled in a process of its own whose time and memory are
-limited."""
+"""Renders a chat template in a separate process.
+
+The time and memory of that process are limited.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import JsonObject, format_name, format_value, join_names
 
 CPU_SECONDS = 2
-"""Processor time for compiling a template, and for filling it once; a usual one takes a
-thousandth."""
+"""Maximum processor time, in seconds, to compile a template or to render it once.
+
+A typical template takes a thousandth of it.
+"""
 _SCRIPT = Path(__file__).with_name("template_process.py")
 
 
 class ChatTemplate:
-    """A Jinja template; `source` names it in messages, and `today` (2026-11-27) is its day; empty:
-    the day on which it is filled. It may be filled from several threads.
+    """A Jinja chat template.
+
+    `source` names it in error messages. `today` (such as 2026-11-27) is the date that it reads. If
+    `today` is empty, it reads the date of rendering. Several threads may render it.
 
     Raises:
       ConfigError: the template is not valid.
@@ -33,40 +39,48 @@ class ChatTemplate:
     def __init__(self, text: str, source: str, today: str = "") -> None:
         self._text, self._source, self.today = text, source, today
         self.reads_clock = "strftime_now" in text
+        # The process answers one request at a time, and replies do not name their request.
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         with self._lock:
             self._start_process()
 
     def with_date(self, date: str) -> ChatTemplate:
-        """The same template with another day."""
+        """Returns the same template with another date."""
         return ChatTemplate(self._text, self._source, date)
 
     def render(self, subject: str, **variables: Any) -> str:
-        """The template filled with `variables`, which are values of JSON and are called `subject`
-        in messages.
+        """Renders the template with `variables`.
+
+        These are JSON values. `subject` names them in error messages.
 
         Raises:
-          ConfigError: the template refuses them, or takes more time or memory than a template
-            should.
+          ConfigError: the template refuses them, or exceeds its time or memory.
         """
         return self.render_batch(subject, [variables])[0]
 
     def render_batch(self, subject: str, variables: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The template filled with each of some `variables`; raises as `render` does, for any."""
+        """Renders the template once for each item of `variables`.
+
+        Raises:
+          ConfigError: `render` would raise it for one of the items.
+        """
         with self._lock:
+            # The previous one may have ended at its limit of time.
             if self._process is None:
                 self._start_process()
             return self._send_request(list(variables), f"refuses {subject}")
 
     def _start_process(self) -> None:
-        """Starts the process, and has it compile the template."""
+        """Starts the process and compiles the template in it."""
         command = [sys.executable, "-P", str(_SCRIPT), str(CPU_SECONDS), self.today]
         pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
-        # A session of its own: a Ctrl-C at the terminal is for who asks.
+        # In a new session, so that Ctrl-C at the terminal does not reach it. This process may
+        # still have prompts to render before it stops.
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=devnull, start_new_session=True
         )
+        # Also runs when Python exits, so that no process outlives this one's templates.
         weakref.finalize(self, _wait_for_exit, self._process)
         self._send_request(self._text, "is not valid")
 
@@ -78,12 +92,13 @@ class ChatTemplate:
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
-            line = b""
+            line = b""  # the process ended before it read the request
         except RecursionError as error:
             raise ConfigError(
-                f"{self._source}: the chat template cannot be given what is nested so deeply;"
-                " flatten it"
+                f"{self._source}: messages or tools are nested too deeply for the chat template;"
+                " flatten them"
             ) from error
+        # A process that ends while it replies leaves a line without its newline, or none.
         is_complete = line.endswith(b"\n")
         reply: dict[str, Any] = (
             json.loads(line) if is_complete else {"error": self._describe_exit(process)}
@@ -96,8 +111,9 @@ class ChatTemplate:
         return reply["texts"]
 
     def _describe_exit(self, process: subprocess.Popen[bytes]) -> str:
-        """Why the process is gone; the next question starts another."""
+        """Explains why the process ended. The next request starts another."""
         self._process = None
+        # The return code is known only after waiting.
         _wait_for_exit(process)
         if process.returncode == -signal.SIGXCPU:
             return f"it takes more than {CPU_SECONDS} seconds of processor time"
@@ -105,13 +121,16 @@ class ChatTemplate:
 
 
 def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a process whose input has ended, so that nothing is left of it."""
+    """Closes the process's input and waits until it ends."""
     with process:
         pass
 
 
 def template_from_settings(settings: Mapping[str, Any], source: str) -> str:
-    """Return the chat template in the content of tokenizer_config.json; empty if there is none."""
+    """Returns the chat template of tokenizer_config.json.
+
+    `settings` is the content of the file. The result is empty if it has no template.
+    """
     template, config_file = settings.get("chat_template"), f"{source}/tokenizer_config.json"
     if isinstance(template, list):  # several named templates
         entries = [
@@ -140,7 +159,8 @@ def template_from_settings(settings: Mapping[str, Any], source: str) -> str:
 
 
 def read_template(file: Path) -> str:
-    """Return the text of chat_template.jinja, which is there."""
+    """Returns the text of chat_template.jinja, which must exist."""
+    # Reading a pipe would wait for ever.
     require(
         file.is_file(),
         f"{file} is no regular file, or a link to none; download it again, or remove it",
@@ -151,6 +171,7 @@ def read_template(file: Path) -> str:
         raise ConfigError(
             f"{file}: not a text in UTF-8 ({error}); download the file again"
         ) from error
+    # An empty file would hide the template of tokenizer_config.json.
     if not template.strip():
         raise ConfigError(
             f"{file} is empty; download the file again, or remove it to use the template of"

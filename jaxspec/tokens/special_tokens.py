@@ -1,4 +1,7 @@
-"""Begin and end tokens of a tokenizer, from all places where published folders name them."""
+"""Begin and end tokens of a tokenizer.
+
+Published folders name them in several files.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,20 @@ from jaxspec.inputs.json_keys import JsonObject, format_value, is_integer, is_va
 
 TOKEN_NAMES = ("pad_token", "eos_token", "bos_token", "unk_token")
 BASE_EOS = "<|endoftext|>"
-"""Base models of the Qwen family end with it, whatever the chat's own end token."""
+"""End token of base models of the Qwen family, besides that of their chat template."""
 
 
 class SpecialTokens(NamedTuple):
-    """What a folder says of its tokens."""
+    """Special tokens of a tokenizer folder."""
 
     texts: dict[str, str]
-    """The text of each of `TOKEN_NAMES`; empty where there is none."""
+    """Text of each of `TOKEN_NAMES`, empty for an absent token."""
     bos_ids: tuple[int, ...]
-    """Ids before a text."""
+    """Ids to put before a text."""
     stop_ids: tuple[int, ...]
-    """Ids that end a response; the tokenizer's own first."""
+    """Ids that end a response, with the tokenizer's own first."""
     pad_id: int | None
+    """Id of the padding token, None if there is none."""
 
 
 def find_special_tokens(
@@ -38,13 +42,14 @@ def find_special_tokens(
     """Returns the special tokens of the folder `source`.
 
     Args:
-      backend: what tokenizer.json holds.
-      settings: tokenizer_config.json, with what special_tokens_map.json has beside it.
-      generation_config: generation_config.json; its ends are added to the tokenizer's.
-      model_config: config.json; its ends count if no other file names any, else those among the
-        added tokens do.
-      render_closing: gives what the chat template writes after an answer, from the texts of the
-        tokens; the first added token in it is an end.
+      backend: tokenizer of tokenizer.json.
+      settings: keys of tokenizer_config.json and special_tokens_map.json.
+      source: folder, named in error messages.
+      generation_config: generation_config.json. Its end tokens are added to the tokenizer's.
+      model_config: config.json. If no other file names an end token, all of its end tokens count.
+        Otherwise only those count that are added tokens.
+      render_closing: returns the text that the chat template writes after an answer. Its argument
+        is `SpecialTokens.texts`. The first added token in that text is an end token.
 
     Raises:
       ConfigError: no end token is known, or one is not in the vocabulary.
@@ -55,16 +60,19 @@ def find_special_tokens(
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     stop_ids = [] if ids["eos_token"] is None else [ids["eos_token"]]
     stop_ids += _read_stop_ids(generation_config, vocab_size)
-    # a stale one of another vocabulary would be an ordinary word of this one
+    # A stale id in config.json, from another vocabulary, would be an ordinary word of this one. So
+    # the file is trusted and checked only if no other names an end token.
     id_limit = None if stop_ids else vocab_size
     model_stop_ids = _read_stop_ids(model_config, id_limit) + _read_stop_ids(
         model_config.get_object("text_config"), id_limit
     )
     stop_ids += [stop_id for stop_id in model_stop_ids if not stop_ids or stop_id in added_tokens]
+    # Some chat templates end a turn with a token that no file names.
     closing_ids = backend.encode(render_closing(texts), add_special_tokens=False).ids
     stop_ids += [
         token_id
         for token_id in closing_ids
+        # Added tokens of blanks are ordinary text.
         if token_id in added_tokens and added_tokens[token_id].content.strip()
     ][:1]
     require(
@@ -72,27 +80,32 @@ def find_special_tokens(
         f"{source}/tokenizer_config.json: no eos_token, so no response would ever end; add the key,"
         f" such as {BASE_EOS!r}",
     )
+    # A base model ends a text with this token, even if its files name only that of the chat.
     base_eos_id = backend.token_to_id(BASE_EOS)
     stop_ids += [] if base_eos_id is None else [base_eos_id]
     bos_ids = _find_bos_ids(backend, settings, source, ids["bos_token"], ids["eos_token"])
+    # `dict.fromkeys` removes duplicates and keeps the order. The first id is the tokenizer's own.
     return SpecialTokens(texts, bos_ids, tuple(dict.fromkeys(stop_ids)), ids["pad_token"])
 
 
 def stop_ids_in_strings(strings: Sequence[str], special_ids: Mapping[str, int]) -> list[int]:
-    """Returns the ids of the special tokens (`special_ids`) that stop strings name.
+    """Returns the ids of the special tokens among stop strings.
+
+    `special_ids` maps the text of each special token to its id.
 
     Raises:
-      ConfigError: a string has a special token in it, and more.
+      ConfigError: a string contains a special token and other text.
     """
     for string in strings:
+        # Special tokens are dropped from a response's text, so such a string would never match.
         contained = [
             token for token in special_ids if token in string and string not in special_ids
         ]
         require(
             not contained,
             f"rollout.stop has {format_value(string)}, which has the special token"
-            f" {''.join(map(format_value, contained[:1]))} in it, and the text of a response has"
-            " none; give the token by itself, and a text without it",
+            f" {''.join(map(format_value, contained[:1]))} in it; the text of a response never has"
+            " one, so give the token as a stop string by itself, and the other text without it",
         )
     return [special_ids[string] for string in strings if string in special_ids]
 
@@ -104,12 +117,15 @@ def _find_bos_ids(
     bos_id: int | None,
     eos_id: int | None,
 ) -> tuple[int, ...]:
-    """Ids before a text: by the key add_bos_token, else as tokenizer.json itself adds them."""
+    """Returns the ids to put before a text.
+
+    The key add_bos_token decides. If it is absent, these are the ids that tokenizer.json adds.
+    """
     config = JsonObject(settings, f"{source}/tokenizer_config.json")
     if config.has_key("add_bos_token"):
         return (bos_id,) if config.get_bool("add_bos_token", True) and bos_id is not None else ()
     added_ids = backend.encode("", add_special_tokens=True).ids
-    # some are put behind a text: its end, and whatever comes after that
+    # The ids around an empty text. Those from the end token on belong after a text.
     prefix_length = (
         added_ids.index(eos_id) if eos_id in added_ids and eos_id != bos_id else len(added_ids)
     )
@@ -117,11 +133,15 @@ def _find_bos_ids(
 
 
 def _read_stop_ids(config: JsonObject, vocab_size: int | None) -> list[int]:
-    """The end tokens of a file, which writes one as a number and several as a list.
+    """Reads the end tokens of a config file.
 
-    `vocab_size`: tokens of the tokenizer, which has to have them; None: it need not.
+    If `vocab_size` is not None, every id must be below it.
+
+    Raises:
+      ConfigError: the key holds something else, or an id is out of range.
     """
     value = config.content.get("eos_token_id")
+    # Files write one token as a number, and several as a list.
     stop_ids = [] if value is None else value if isinstance(value, list) else [value]
     require(
         all(map(is_integer, stop_ids)),
@@ -138,8 +158,12 @@ def _read_stop_ids(config: JsonObject, vocab_size: int | None) -> list[int]:
 
 
 def _token_text(settings: Mapping[str, Any], name: str, source: str) -> str:
-    """The text of a named token; published files write it as a string, or as an object with
-    `content`."""
+    """Returns the text of a named token, empty if absent.
+
+    Raises:
+      ConfigError: the key holds something else.
+    """
+    # Published files write a token as a string, or as an object with `content`.
     token = settings.get(name)
     text = token.get("content") if isinstance(token, Mapping) else token
     if (

@@ -1,5 +1,8 @@
-"""Texts that end a response, found whatever the tokens that they are made of: an automaton over
-bytes, turned once into a table over tokens."""
+"""Stop strings: texts that end a response.
+
+They are found however the text is split into tokens. An automaton over bytes is compiled once into
+a table over tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +22,51 @@ from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import format_value
 
 MAX_STATES = 128
-"""States whose numbers, or the complements of these, are in an int8."""
+"""Maximum number of states.
+
+An int8 holds each number and its complement.
+"""
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNPRINTABLE = [byte for byte in range(0x100) if byte not in _PRINTABLE]
 _BYTE_BY_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + offset): byte for offset, byte in enumerate(_UNPRINTABLE)
 }
-"""What byte-level tokens write their bytes as, since GPT-2: those that show nothing, from 256
-on."""
+"""Byte that each character of a byte-level token stands for, as in GPT-2.
+
+Bytes without a printable character are written as characters from 256 on.
+"""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""A token of one byte, in a vocabulary of characters."""
+"""Token that stands for one byte, in a vocabulary of characters."""
 
 
 @dataclass(frozen=True, eq=False)
 class StopTable:
-    """Where rows of tokens contain one of some strings: a part of the programs that generate, of a
-    byte or two for each token, because tokens that do the same to every state share a line.
+    """Transition table that finds stop strings in rows of tokens.
 
-    A state says how much of which string a text ends with; 0 is that of an empty one.
+    It is a constant of the compiled generation programs. A state is the longest prefix of a stop
+    string that the text ends with. State 0 is the empty prefix.
     """
 
     token_classes: Shaped[np.ndarray, " V"]
-    """The line of each token."""
+    """Row of `transitions` for each token."""
     transitions: Int[np.ndarray, "N S"]
-    """The state after such a token, from each state; its complement (`~`) where a string ends
-    inside the token."""
+    """Next state for each class of tokens and each state.
+
+    If a string ends inside the token, the entry is the complement (`~`) of the state.
+    """
 
     def __call__(
         self, states: Int[Array, " B"], tokens: Int[Array, "B T"]
     ) -> tuple[Bool[Array, "B T"], Int[Array, "B T1"]]:
-        """Returns whether a string ends inside each of the tokens, and the states before them and
-        after each."""
+        """Finds stop strings in rows of tokens.
+
+        Args:
+          states: state of each row before its tokens.
+          tokens: token ids.
+
+        Returns:
+          Whether a string ends inside each token, and the states before the first and after each.
+        """
         token_classes, transitions = jnp.asarray(self.token_classes), jnp.asarray(self.transitions)
         matches, history = [], [states]
         for token_class in jnp.moveaxis(token_classes[tokens], 1, 0):
@@ -62,11 +79,18 @@ class StopTable:
 def build_stop_table(
     strings: Sequence[str], pieces: Sequence[bytes], source: str
 ) -> StopTable | None:
-    """Returns the table of some strings for tokens of which these are the bytes; None where there
-    are no strings. `source` names the tokenizer in messages.
+    """Builds the table of stop strings.
+
+    Args:
+      strings: stop strings.
+      pieces: bytes that each token adds to a text.
+      source: tokenizer, named in error messages.
+
+    Returns:
+      The table, or None without strings.
 
     Raises:
-      ConfigError: the strings take too many states, or one has a byte that no token has.
+      ConfigError: the strings need too many states, or one has a byte that no token has.
     """
     if not strings:
         return None
@@ -77,25 +101,30 @@ def build_stop_table(
             f"rollout.stop has {format_value(string)}, which no tokens of the tokenizer {source}"
             " can write; leave it out",
         )
+    # Each distinct prefix is a state, the empty one included.
     state_count = len(
         {encoded[:length] for encoded in encoded_strings for length in range(len(encoded) + 1)}
     )
     require(
         state_count <= MAX_STATES,
-        f"rollout.stop has {len(strings)} strings with {state_count - 1} beginnings in bytes, and"
-        f" at most {MAX_STATES - 1} are followed; give fewer, or only the first characters of each",
+        f"rollout.stop has {len(strings)} strings with {state_count - 1} distinct prefixes in"
+        f" bytes, and at most {MAX_STATES - 1} are possible; give fewer strings, or only the first"
+        " characters of each",
     )
     next_states, is_final = _build_automaton(encoded_strings)
     sizes = np.array([len(piece) for piece in pieces])
     joined_bytes, offsets = np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(sizes) - sizes
+    # Tokens that still have a byte at a position then form a prefix of this order.
     longest_first = np.argsort(-sizes, kind="stable")
     states = np.tile(np.arange(state_count, dtype=np.int8), (len(pieces), 1))
     has_match = np.zeros(states.shape, bool)
+    # All tokens from all states at once, byte by byte: vocabularies have over 100,000 tokens.
     for position in range(sizes.max()):
         longer_pieces = longest_first[: np.count_nonzero(sizes > position)]
         current_bytes = joined_bytes[offsets[longer_pieces] + position]
         states[longer_pieces] = next_states[states[longer_pieces], current_bytes[:, None]]
         has_match[longer_pieces] |= is_final[states[longer_pieces]]
+    # Tokens that act alike on every state share a row, so that a token costs a byte or two.
     class_by_row: dict[bytes, int] = {}
     token_classes = [
         class_by_row.setdefault(row.tobytes(), len(class_by_row))
@@ -110,14 +139,22 @@ def build_stop_table(
 def _build_automaton(
     texts: Sequence[bytes],
 ) -> tuple[Int[np.ndarray, "S 256"], Bool[np.ndarray, " S"]]:
-    """The state after each byte from each state, and whether a text has just ended in a state (Aho
-    and Corasick, 1975): the longest beginning of one of the texts that what was read ends with."""
+    """Builds the automaton of Aho and Corasick (1975).
+
+    A state is the longest prefix of one of the texts that the bytes read so far end with.
+
+    Returns:
+      The next state for each state and byte, and whether one of the texts ends in each state.
+    """
     prefix_set = {text[:length] for text in texts for length in range(len(text) + 1)}
+    # Sorted by length, so that the empty prefix is state 0.
     prefixes = sorted(prefix_set, key=lambda prefix: (len(prefix), prefix))
     state_ids = {prefix: state for state, prefix in enumerate(prefixes)}
     next_states = np.zeros((len(prefixes), 256), np.int8)
+    # Any other byte leads to state 0, with which the table is filled.
     for prefix, byte in product(prefixes, {*b"".join(texts)}):
         extended = prefix + bytes([byte])
+        # From the longest on, so that the first match is the longest one.
         suffixes = (extended[offset:] for offset in range(len(extended) + 1))
         next_states[state_ids[prefix], byte] = next(
             state_ids[suffix] for suffix in suffixes if suffix in state_ids
@@ -128,10 +165,10 @@ def _build_automaton(
 def decode_pieces(
     backend: tokenizers.Tokenizer, vocab_size: int, excluded_ids: set[int]
 ) -> list[bytes]:
-    """Returns what each id below `vocab_size` adds to a text that it continues; nothing for
-    `excluded_ids`, and for ids without a token.
+    """Returns the bytes that each id adds to a text.
 
-    A token of a byte-level vocabulary, or one that stands for a byte, may be part of a character.
+    They may be part of a character in a byte-level vocabulary, or for a token that stands for a
+    byte. Ids in `excluded_ids` and ids without a token add nothing.
     """
     decoder: Any = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     step_types = {step.get("type") for step in (decoder, *decoder.get("decoders", ()))}
@@ -146,7 +183,8 @@ def decode_pieces(
     if "ByteLevel" in step_types:
         pieces = {token_id: _characters_to_bytes(token) for token_id, token in known_tokens.items()}
     else:
-        # a decoder may treat the first token of a text in a way of its own
+        # A decoder may treat the first token of a text differently, for example drop its space. So
+        # the token is decoded once and twice, and the second occurrence counts.
         single_texts, double_texts = (
             backend.decode_batch(
                 [[token_id] * repeats for token_id in known_tokens], skip_special_tokens=False
@@ -170,8 +208,8 @@ def decode_pieces(
 
 
 def _characters_to_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; one with other characters, which was added to the
-    vocabulary, stands for itself."""
+    """Returns the bytes of a byte-level token."""
+    # A token with other characters was added to the vocabulary, and stands for its own text.
     if all(character in _BYTE_BY_CHARACTER for character in token):
         return bytes(_BYTE_BY_CHARACTER[character] for character in token)
     return token.encode()

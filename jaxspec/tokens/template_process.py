@@ -1,9 +1,10 @@
-"""The process that fills a chat template, run as a script by `chat_template.py`: it reads and
-writes lines of JSON until its input ends.
+"""Script that renders a chat template, started by `chat_template.py`.
 
-A template is a program that somebody else wrote. Jinja's sandbox keeps it from files and from
-Python's insides, but not from running for ever or from filling the memory; limits of the operating
-system do, also inside a single operation such as `10 ** (10 ** 10)`.
+It reads and writes lines of JSON until its input ends.
+
+A template is a program by an unknown author. Jinja's sandbox denies it files and Python's
+internals, but limits neither time nor memory. Limits of the operating system do. They also stop a
+single operation such as `10 ** (10 ** 10)`.
 """
 
 import contextlib
@@ -23,8 +24,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_LIMIT = 2**30
+"""Maximum address space of the process in bytes."""
 MAX_CHARACTERS = 10_000_000
-"""Characters of a filled template."""
+"""Maximum number of characters of a rendered template."""
 _MAX_ERROR_CHARACTERS = 300
 _ERRORS = (
     *(
@@ -40,19 +42,26 @@ _ERRORS = (
     ),
     ValueError,
 )
-"""What a template can raise, beside its own errors; RecursionError is a RuntimeError."""
+"""Errors that a template can raise, besides TemplateError.
+
+RecursionError is a RuntimeError.
+"""
 
 
 def main() -> None:
-    """The first line is the template; each further one has a list of names to fill it with. The
-    arguments are the seconds that each may take, and the day (2026-11-27; empty: the current
-    one)."""
+    """Answers requests from standard input.
+
+    The first line is the template. Each further line is a list of objects with variables. The
+    command-line arguments are the seconds of processor time for each rendering, and the date. The
+    date is such as 2026-11-27, or empty for the current one.
+    """
     seconds, today = int(sys.argv[1]), sys.argv[2]
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # who asks may still have work to finish; the end of the input is the end
+        # The parent may still have prompts to render. This process ends when its input does.
         signal.signal(signal_number, signal.SIG_IGN)
+    # A process that is ended at its limit of time would else write a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # not every system limits the address space
+    with contextlib.suppress(ValueError, OSError):  # some systems cannot limit the address space
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     template = None
     for line in sys.stdin.buffer:
@@ -73,14 +82,18 @@ def main() -> None:
                 if isinstance(error, MemoryError)
                 else str(error) or type(error).__name__
             )
+            # The text is the template's own, which may be long and have several lines.
             reply = {"error": " ".join(reason.split())[:_MAX_ERROR_CHARACTERS]}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 
 
 def _limit_cpu_time(seconds: int) -> None:
-    """From here on, so many seconds of processor time, or one more, until the system ends this
-    process."""
+    """Limits the processor time from now on.
+
+    After `seconds`, or one more, the system ends this process.
+    """
+    # The system's limit counts whole seconds since the process started.
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used_seconds = int(usage.ru_utime + usage.ru_stime) + 1
     resource.setrlimit(
@@ -89,6 +102,7 @@ def _limit_cpu_time(seconds: int) -> None:
 
 
 def _compile_template(source: str, today: str) -> Template:
+    # The options, names and filters of transformers, which templates are written for.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -101,8 +115,10 @@ def _compile_template(source: str, today: str) -> Template:
 
 
 def _render_template(template: Template, variables: dict[str, Any], seconds: int) -> str:
+    # Renewed for every text of a batch, else a large batch would run out of time.
     _limit_cpu_time(seconds)
     text = template.render(**variables)
+    # Memory allows much longer texts, which the parent would then have to encode.
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it makes {len(text):,} characters, more than {MAX_CHARACTERS:,}")
     return text
@@ -113,7 +129,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(today: str, format: str) -> str:
-    # without a day the local time, as transformers gives it
+    # Without a date, the local time, as in transformers.
     return (datetime.fromisoformat(today) if today else datetime.now()).strftime(format)
 
 
@@ -124,15 +140,20 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes HTML, which a prompt must not."""
+    """Formats a value as JSON.
+
+    Replaces Jinja's `tojson`, which escapes HTML characters.
+    """
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks for transformers what the assistant
-    wrote, changes no text."""
+    """The block `{% generation %}...{% endgeneration %}`.
+
+    It marks the assistant's text for transformers, and changes no text.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

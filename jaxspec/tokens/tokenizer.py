@@ -1,5 +1,4 @@
-"""Text to token ids and back: a Hugging Face tokenizer.json with its chat template, and the small
-one of the built-in tasks."""
+"""Tokenizers: those of Hugging Face folders, and the small one of the built-in tasks."""
 
 from __future__ import annotations
 
@@ -25,25 +24,25 @@ from jaxspec.tokens.stop_strings import StopTable, build_stop_table, decode_piec
 from jaxspec.tokens.turns import PROBE, TurnFormat, infer_turn_format, require_problem_in_prompt
 
 ARITHMETIC_CHARACTERS = "0123456789+-=,#;?"
-"""Of generated arithmetic."""
+"""Characters of generated arithmetic."""
 PROGRAM_CHARACTERS = "0123456789+-*=(),: \n`abdeflmnrstux"
-"""Of generated programs, which have their own so that the ids of arithmetic stay as they are."""
+"""Characters of generated programs."""
 SPECIALS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("generation_config.json", "config.json"),
 )
-"""What `load_tokenizer` reads."""
+"""Files that `load_tokenizer` reads."""
 _EMPTY_JSON = JsonObject({}, "")
 
 
 class Tokenizer:
-    """A tokenizer with its ends, its padding and its chat template; `source` names it in messages.
+    """A tokenizer with its end tokens, padding token and chat template.
 
-    `settings` is the content of tokenizer_config.json (chat template included). `generation_config`
-    and `model_config` are generation_config.json and config.json, which name ends as well. The chat
-    template gets `enable_thinking`; `prompt_format` is as in the setting `data.prompt_format`.
-    Raises `ConfigError` where no end token is known, or one is not in the vocabulary.
+    `settings` is the content of tokenizer_config.json, and `source` names the folder in messages.
+    `generation_config` and `model_config` may name more end tokens. `enable_thinking` is passed to
+    the chat template. `prompt_format` is the setting `data.prompt_format`.
+    Raises ConfigError if no end token is known, or one is not in the vocabulary.
     """
 
     def __init__(
@@ -73,22 +72,23 @@ class Tokenizer:
         except Exception as error:
             _wrap_error(error, f"{source}/tokenizer.json cannot encode", "download the file again")
             raise
+        # `_closing_text` needed the texts before the rest was known.
         self._specials, self.bos_ids, self._folder_stop_ids, pad_id = specials
         self.stop_ids = self._folder_stop_ids
         self.pad_id: int = pad_id if pad_id is not None else self.stop_ids[-1]
 
     def with_stops(self, strings: Sequence[str], ids: Sequence[int]) -> Tokenizer:
-        """Return this tokenizer with the end tokens of its folder and more: `ids`
-        (`rollout.stop_ids`), and the special tokens that `strings` (`rollout.stop`) name.
+        """Returns this tokenizer with additional end tokens.
 
-        Raises `ConfigError` where an id is beyond the vocabulary, or a string has a special token
-        in it, which no text of a response has.
+        `strings` is the setting `rollout.stop`, of which the special tokens count, and `ids` is
+        `rollout.stop_ids`.
+        Raises ConfigError if an id is out of range, or a string has a special token and more.
         """
         for stop_id in ids:
             require(
                 stop_id < self.size,
-                f"rollout.stop_ids has {stop_id}, and the tokenizer {self.source} has {self.size}"
-                " tokens, from 0; correct the id",
+                f"rollout.stop_ids has {stop_id}, but the tokenizer {self.source} has"
+                f" ids from 0 to {self.size - 1}; correct the id",
             )
         named_ids = stop_ids_in_strings(strings, self._special_ids)
         tokenizer = copy.copy(self)
@@ -97,7 +97,7 @@ class Tokenizer:
 
     @property
     def _special_ids(self) -> dict[str, int]:
-        """Added tokens that `decode` leaves out, by their text."""
+        """Ids of added tokens that `decode` leaves out, by text."""
         added_tokens = self._backend.get_added_tokens_decoder().items()
         return {
             token.content: token_id
@@ -107,23 +107,22 @@ class Tokenizer:
 
     @property
     def reads_clock(self) -> bool:
-        """Whether the chat template may write the date."""
+        """Whether the chat template may use the date."""
         return self._template is not None and self._template.reads_clock
 
     def with_date(self, date: str) -> Tokenizer:
-        """Return this tokenizer with `date` (2026-11-27) as the date of its chat template."""
+        """Returns this tokenizer with `date` (2026-11-27) for its chat template."""
         tokenizer = copy.copy(self)
         if self._template is not None:
             tokenizer._template = self._template.with_date(date)
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; special tokens are recognised where they are written out, and
-        none are added."""
+        """Encodes a text. Special tokens written in it are recognized, and none are added."""
         return self._encode_text(text).ids
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return how many ids `encode` gives for each text; many texts share the cores."""
+        """Counts each text's tokens on all cores."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:
@@ -134,21 +133,21 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that `render_prompt` and `encode` depend on."""
+        """Digest of all settings that `render_prompt` and `encode` depend on."""
         date = self._template.today if self._template and self._template.reads_clock else ""
         template_settings = self._settings, self.enable_thinking, self._prompt_format, date
         text = f"{self._backend.to_str()}{json.dumps(template_settings, sort_keys=True)}"
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Return the text of `ids` without special tokens; ids that have no token (padded rows of
-        the embedding) are left out."""
+        """Decodes ids. Drops special tokens and ids without a token (padded embedding rows)."""
+        # End tokens may be ordinary tokens, which the library would not skip.
         dropped_ids = {*self.stop_ids, self.pad_id}
         text_ids = [i for i in map(index, ids) if 0 <= i < self.size and i not in dropped_ids]
         return self._backend.decode(text_ids, skip_special_tokens=True)
 
     def build_stop_table(self, strings: Sequence[str]) -> StopTable | None:
-        """Return the table that finds `strings` in the text that `decode` gives."""
+        """Builds the table that finds `strings` in decoded text."""
         special_ids = self._special_ids
         excluded_ids = {*self.stop_ids, self.pad_id, *special_ids.values()}
         texts = [string for string in strings if string not in special_ids]  # others are end tokens
@@ -160,11 +159,11 @@ class Tokenizer:
         problem: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return `problem`, a text or the messages of a chat, as a prompt: by the chat template,
-        which is given `tools`; or behind the beginning token, where there is none or another format
-        is asked for.
+        """Renders a problem (a text, or messages of a chat) as a prompt.
 
-        Raises `ConfigError` for several messages without a template.
+        Uses the chat template, with `tools`. Without one, or if `prompt_format` is not "chat", the
+        prompt is the begin token and the text. The text may be inserted into a format.
+        Raises ConfigError for several messages without a template.
         """
         if self._prompt_format == "chat" and self._template is not None:
             is_text = isinstance(problem, str)
@@ -180,18 +179,20 @@ class Tokenizer:
             text = problem[0]["content"]
         if self._prompt_format not in ("chat", "raw"):
             text = self._prompt_format.replace("{problem}", text)
+        # As text, because `encode` recognizes special tokens but adds none.
         bos_text = "".join(map(self._backend.id_to_token, self.bos_ids))  # pyright: ignore
         return bos_text + text
 
     def render_prompts(self, requests: Sequence[tuple[Any, Any]]) -> list[str]:
-        """Return `render_prompt` of some problems with their tools, which takes less time."""
+        """Renders problems and tools as `render_prompt` does, but faster."""
         if self._prompt_format == "chat" and self._template is not None:
+            # One request to the process of the template, instead of one for each prompt.
             variables = [self._chat_args(problem, tools) for problem, tools in requests]
             return self._template.render_batch("one of these problems", variables)
         return [self.render_prompt(problem, tools) for problem, tools in requests]
 
     def _chat_args(self, problem: str | Sequence[Mapping[str, Any]], tools: Any) -> dict[str, Any]:
-        """The variables that a chat template is filled with to ask a problem."""
+        """Returns the chat template's variables for a problem."""
         is_text = isinstance(problem, str)
         messages = [{"role": "user", "content": problem}] if is_text else list(problem)
         return self._template_args(messages, tools=tools, add_generation_prompt=True)
@@ -203,7 +204,7 @@ class Tokenizer:
         return f"data.prompt_format is {format_value(self._prompt_format)}"
 
     def encode_prompt(self, problem: str) -> list[int]:
-        """Return the ids of `render_prompt(problem)`."""
+        """Encodes the prompt of a problem."""
         return self.encode(self.render_prompt(problem))
 
     def encode_chat(
@@ -211,14 +212,12 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], list[bool]]:
-        """Return the ids of a whole chat, and True at those that the assistant wrote: its text, the
-        end of its turn, the end of that line.
+        """Encodes a whole chat, and marks the assistant's tokens.
 
-        `messages` and `tools` are what the chat template reads (role, content, and where it knows
-        them tool_calls, reasoning_content); special tokens in them are recognised as in `encode`.
-        What the generation prompt already holds is not the assistant's.
-        Raises `ConfigError` where the template, or a message that imitates it, does not let each
-        turn be found.
+        These are its text, the end of its turn, and the end of that line. Text of the generation
+        prompt is not marked. `messages` and `tools` are passed to the template, which reads role
+        and content, and perhaps tool_calls and reasoning_content. Special tokens are recognized.
+        Raises ConfigError if the template, or a message that imitates it, hides a turn.
         """
         if self._template is None:
             raise ConfigError(
@@ -237,6 +236,7 @@ class Tokenizer:
                 " these"
             )
         encoding = self._encode_text(text)
+        # `offsets` are the character positions of each token.
         is_assistant = [
             any(begin <= offset < stop for begin, stop in spans) for offset, _ in encoding.offsets
         ]
@@ -245,37 +245,37 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> str:
-        """Return a whole chat as the chat template, which there is, writes it."""
+        """Renders a whole chat. There must be a chat template."""
         assert self._template is not None, "only asked for where there is one"
         variables = {"tools": tools, "add_generation_prompt": False}
         return self._fill_template(self._template, messages, "these messages", **variables)
 
     def unknown_characters(self, text: str) -> str:
-        """Return the characters of `text` that the vocabulary cannot express, each once."""
+        """Returns the distinct characters of `text` that the vocabulary lacks."""
         unk_id = self._backend.token_to_id(self._specials["unk_token"])
         if unk_id is None or unk_id not in self.encode(text):
             return ""
         return "".join(c for c in dict.fromkeys(text) if unk_id in self.encode(c))
 
     def check_vocab(self, vocab: int, checkpoint: str = "") -> None:
-        """Raise `ConfigError` if a model of `vocab` rows, of a `checkpoint` or not, lacks some
-        token; more rows than tokens are fine."""
+        """Raises ConfigError if a model of `vocab` rows, or a checkpoint's, lacks tokens."""
         key, remedy = "model.vocab", f"set --model.vocab {self.size} or more"
         if checkpoint:
             key = f"vocab_size in {checkpoint}/config.json"
             resize_call = f"resize_token_embeddings({self.size}), then save_pretrained"
-            remedy = f"give the checkpoint with more rows (transformers: {resize_call})"
+            remedy = f"give a checkpoint with more rows (transformers: {resize_call})"
             if Path(self.source) != Path(checkpoint):
                 remedy = (
                     f"leave out --data.tokenizer, so that the checkpoint's is used, or {remedy}"
                 )
+        # More rows than tokens are fine: checkpoints often pad them.
         require(
             self.size <= vocab,
             f"{key} is {vocab}, but the tokenizer {self.source} has {self.size} tokens; {remedy}",
         )
 
     def save(self, folder: str) -> None:
-        """Write tokenizer.json and tokenizer_config.json into `folder`, which is made if absent."""
+        """Writes tokenizer.json and tokenizer_config.json to `folder`, and creates it."""
         directory = Path(folder)
         directory.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(directory / "tokenizer.json"))
@@ -297,7 +297,7 @@ class Tokenizer:
         return template.render(kind, **self._template_args(messages, **extra))
 
     def _template_args(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> dict[str, Any]:
-        """All that a chat template is given."""
+        """Returns all variables of a chat template."""
         thinking = {"enable_thinking": self.enable_thinking}
         return {"messages": messages, **thinking, **extra, **self._specials}
 
@@ -307,7 +307,7 @@ class Tokenizer:
         return infer_turn_format(partial(self._fill_template, self._template), self.source)
 
     def _closing_text(self, token_texts: dict[str, str]) -> str:
-        """What the chat template writes after an answer; empty where it refuses a whole chat."""
+        """Returns the template's text after an answer, empty if it refuses a chat."""
         if self._template is None:
             return ""
         self._specials = token_texts
@@ -322,11 +322,10 @@ class Tokenizer:
 def load_tokenizer(
     folder: str, enable_thinking: bool = True, prompt_format: str = "chat"
 ) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder; `enable_thinking` is handed to its chat
-    template, and `prompt_format` is as in the setting `data.prompt_format`.
+    """Loads the tokenizer of a Hugging Face folder. The other arguments are as in `Tokenizer`.
 
-    Reads tokenizer.json, and those others of `TOKENIZER_FILES` that are there.
-    Raises `ConfigError` for a missing or damaged file and for a tokenizer without an end token.
+    Reads tokenizer.json, and the others of `TOKENIZER_FILES` if they exist.
+    Raises ConfigError if a file is missing or damaged, or no end token is known.
     """
     tokenizer_file, config_file, token_map_file, template_file, generation_file, model_file = (
         expand_user_path(folder, "data.tokenizer") / name for name in TOKENIZER_FILES
@@ -342,7 +341,7 @@ def load_tokenizer(
             " the file again"
         )
     settings = dict(_optional_json(config_file).content)
-    if "added_tokens_decoder" not in settings:  # else transformers does not read the map either
+    if "added_tokens_decoder" not in settings:  # as in transformers
         settings |= {
             name: token
             for name, token in _optional_json(token_map_file).content.items()
@@ -357,7 +356,7 @@ def load_tokenizer(
             error, f"{tokenizer_file}: not a Hugging Face tokenizer", "download the file again"
         )
         raise
-    # a saved tokenizer.json keeps what its last user set; prompts must be whole and unpadded
+    # tokenizer.json keeps truncation and padding of its last use, which would alter prompts
     backend.no_truncation()
     backend.no_padding()
     tokenizer = Tokenizer(
@@ -371,20 +370,20 @@ def load_tokenizer(
 
 
 def _optional_json(file: Path) -> JsonObject:
-    """The keys of a file; none where it is absent."""
+    """Reads a JSON file, empty if it is absent."""
     return load_json_object(file) if os.path.lexists(file) else JsonObject({}, str(file))
 
 
 def _wrap_error(error: Exception, failure: str, remedy: str) -> None:
-    """Raises ConfigError for an error of the Rust library, most of which have no class of their
-    own; does nothing for another."""
+    """Raises ConfigError for an error of the Rust library."""
+    # Most errors of that library have no class of their own.
     if type(error) in (Exception, TypeError, ValueError, UnicodeEncodeError):
         raise ConfigError(f"{failure} ({' '.join(str(error).split())}); {remedy}") from error
 
 
 def character_tokenizer(task: str = "add") -> Tokenizer:
-    """Return the built-in tokenizer of a generated task: one token a character, and four special
-    tokens."""
+    """Builds the tokenizer of a built-in task: one token per character, and four special ones."""
+    # Each task has its own characters, so that additions to one keep the ids of the other.
     characters = PROGRAM_CHARACTERS if task == "programs" else ARITHMETIC_CHARACTERS
     vocabulary = {token: i for i, token in enumerate([*SPECIALS.values(), *characters])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS["unk_token"]))

@@ -1,4 +1,4 @@
-"""Whether two tokenizers give their ids to the same tokens."""
+"""Compares the vocabularies of two tokenizers."""
 
 from pathlib import Path
 
@@ -11,13 +11,17 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def check_same_tokens(policy_folder: Path, draft_folder: Path) -> None:
-    """Raises ConfigError if an id stands for another word in a draft's tokenizer than in its
-    policy's.
+    """Checks that policy and draft share their vocabulary.
 
-    Special tokens may differ, and either may have more tokens: texts are the policy's.
+    Added tokens may differ, and either may have more tokens.
+
+    Raises:
+      ConfigError: an id stands for different tokens in both, or a file cannot be read.
     """
     policy_tokens, policy_added_ids = _read_vocabulary(policy_folder)
     draft_tokens, draft_added_ids = _read_vocabulary(draft_folder)
+    # Only the policy's tokenizer encodes and decodes texts. The draft sees ids, so that only the
+    # meaning of shared ids matters.
     differences = [
         f"{token_id} ({policy_tokens[token_id]!r}, {draft_tokens[token_id]!r})"
         for token_id in sorted(
@@ -34,11 +38,11 @@ def check_same_tokens(policy_folder: Path, draft_folder: Path) -> None:
 
 
 def _read_vocabulary(folder: Path) -> tuple[dict[int, str], set[int]]:
-    """Tokens by their ids, and the ids of those that were added to the vocabulary."""
+    """Reads the tokens by id, and the ids of added tokens."""
     file = folder / TOKENIZER_FILE
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no class of its own
+    except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{file}: {first_line(error)}; download the file again") from error
     tokens_by_id = {
         token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()

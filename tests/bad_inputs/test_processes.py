@@ -58,7 +58,7 @@ def test_one_that_is_killed_while_all_start_ends_the_others(tmp_path: Path) -> N
     second.wait_until(lambda: "[Gloo]" in second.log.read_text())
     second.signal(signal.SIGKILL)
     output = first.finish(status=1)
-    assert "process 1 of 2 has ended without a word (killed, or out of memory)" in output
+    assert "process 1 of 2 has ended without notice (killed, or out of memory)" in output
     second.handle.wait()
 
 

@@ -25,7 +25,7 @@ def test_the_short_help_has_what_people_need_first(capsys: pytest.CaptureFixture
     assert {*named} - {*flatten_settings(to_json(Config()))} == {"algorithm"}
     text = " ".join(" ".join(lines).split())
     prompts = load("--config", "rl_think.py:qwen3_8b")[0].batch.prompts
-    assert f"--batch.prompts Prompts a batch. (default: {prompts})" in text
+    assert f"--batch.prompts Prompts per batch. (default: {prompts})" in text
     assert "Examples: python -m jaxspec.train --config rl_think.py" in text
     assert text.endswith(
         f"--help all shows all {len(flatten_settings(to_json(Config())))} settings."

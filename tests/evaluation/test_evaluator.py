@@ -61,7 +61,7 @@ class Policy:
     job: Job
     calls: int = 0
 
-    def __call__(self, state: Any, prompts: Prompts) -> tuple[Any, Rollout]:
+    def __call__(self, prompts: Prompts) -> Rollout:
         self.calls += 1
         rows = PROMPTS * GROUP
         like = self.job.step.empty_scored_rollout(rows).rollout
@@ -77,7 +77,7 @@ class Policy:
                 starts[row], ends[row] = len(asked), len(ids)
                 status[row] = FAILED if said is None else EOS
         arrays = {"tokens": tokens, "prompt_lengths": starts, "lengths": ends, "status": status}
-        return state, dataclasses.replace(
+        return dataclasses.replace(
             like, **{name: jnp.asarray(value, jnp.int32) for name, value in arrays.items()}
         )
 
@@ -104,14 +104,18 @@ def policy(job: Job) -> Policy:
 
 
 @pytest.fixture
-def evaluator(job: Job, policy: Policy) -> Evaluator:
+def evaluator(job: Job) -> Evaluator:
     sets = load_sets(CONFIG, job.tokenizer)
     batches = batches_of(job, sets, make_scorers(CONFIG))
-    return Evaluator(batches.source, batches.scorer, CONFIG, 2 * GROUP, policy)
+    return Evaluator(batches.source, batches.scorer, CONFIG, 2 * GROUP)
 
 
 def never() -> bool:
     return False
+
+
+def unasked(_: Any) -> Any:
+    raise AssertionError("nothing is answered here")
 
 
 def firsts(evaluator: Evaluator, name: str, records: list[dict[str, Any]]) -> list[int]:
@@ -125,8 +129,7 @@ def firsts(evaluator: Evaluator, name: str, records: list[dict[str, Any]]) -> li
 def test_every_problem_of_every_set_is_answered_as_often_as_asked(
     evaluator: Evaluator, policy: Policy
 ) -> None:
-    state, records = evaluator("the state", never)
-    assert state == "the state"
+    records = evaluator(policy, never)
     assert records is not None
     assert policy.calls == 4  # two calls for each set
     assert [record["set"] for record in records] == ["sums"] * 6 + ["differences"] * 3
@@ -144,8 +147,8 @@ def test_every_problem_of_every_set_is_answered_as_often_as_asked(
     assert odd["stated"][1] == odd["answer"]
 
 
-def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator) -> None:
-    _, records = evaluator("", never)
+def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator, policy: Policy) -> None:
+    records = evaluator(policy, never)
     assert records is not None
     found = evaluator.estimate_sets(records)
     for name, votes in (("sums", 0.5), ("differences", 1.0)):
@@ -163,12 +166,12 @@ def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator) -> None
 
 
 def test_a_stop_comes_between_calls(evaluator: Evaluator, policy: Policy) -> None:
-    assert evaluator("the state", lambda: policy.calls == 3) == ("the state", None)
+    assert evaluator(policy, lambda: policy.calls == 3) is None
     assert policy.calls == 3
 
 
-def test_what_is_left_is_what_has_no_record(evaluator: Evaluator) -> None:
-    _, records = evaluator("", never)
+def test_what_is_left_is_what_has_no_record(evaluator: Evaluator, policy: Policy) -> None:
+    records = evaluator(policy, never)
     assert records is not None
     assert evaluator.remaining_chunks(records) == []
     assert [part.set_name for part in evaluator.remaining_chunks(records[:6])] == ["differences"]
@@ -182,7 +185,7 @@ def test_the_best_checkpoint_is_known_by_its_metric(
         config = dataclasses.replace(
             CONFIG, eval=dataclasses.replace(CONFIG.eval, keep_best=metric)
         )
-        return Evaluations(dataclasses.replace(job, config=config), evaluator, tmp_path)
+        return Evaluations(dataclasses.replace(job, config=config), evaluator, unasked, tmp_path)
 
     with pytest.raises(ConfigError, match=r"keep_best is 'sums/avg@8', .* sums/avg@4, sums/pass@2"):
         made("sums/avg@8")
@@ -209,7 +212,7 @@ def test_a_resumed_run_keeps_the_records_that_it_will_not_make_again(
     job: Job, evaluator: Evaluator, tmp_path: Path
 ) -> None:
     """The batch that is pending: its evaluation is in its line, or is made once more."""
-    evaluations = Evaluations(job, evaluator, tmp_path)
+    evaluations = Evaluations(job, evaluator, unasked, tmp_path)
     state, finished = (
         jax.eval_shape(job.step.init_random_state),
         job.step.empty_scored_rollout(PROMPTS * GROUP),

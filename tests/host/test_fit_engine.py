@@ -50,7 +50,7 @@ def test_the_engine_of_a_cpu_is_as_it_was() -> None:
     config = engine_config()
     step = engine_step(config)
     assert step.sizes._replace(tokens=0) == Sizes(tokens=0, slots=256, page_size=0, pages=0)
-    assert automatic_sizes(config, step.mesh) == AutomaticSizes(
+    assert automatic_sizes(config, step.learner.mesh) == AutomaticSizes(
         tokens=True, slots=False, pages=False
     )
 
@@ -60,7 +60,9 @@ def test_the_engine_of_an_accelerator_is_paged_and_what_is_asked_for_stays() -> 
     config = engine_config()
     step = engine_step(config)
     assert step.sizes[1:] == (256, 64, 0)
-    assert automatic_sizes(config, step.mesh) == AutomaticSizes(tokens=True, slots=True, pages=True)
+    assert automatic_sizes(config, step.learner.mesh) == AutomaticSizes(
+        tokens=True, slots=True, pages=True
+    )
     for engine, wanted, left in (
         ({"page_size": 0}, (256, 0, 0), (True, False)),
         ({"page_size": 4, "slots": 9}, (9, 4, 0), (False, True)),
@@ -68,7 +70,7 @@ def test_the_engine_of_an_accelerator_is_paged_and_what_is_asked_for_stays() -> 
     ):
         config = engine_config(**engine)
         assert engine_step(config).sizes[1:] == wanted
-        assert automatic_sizes(config, step.mesh)[1:] == left
+        assert automatic_sizes(config, step.learner.mesh)[1:] == left
 
 
 class Program(NamedTuple):
@@ -115,7 +117,7 @@ class Machine:
     ) -> FittedStep:
         monkeypatch.setattr(fitting, "device_memory", lambda: limit)
         step = engine_step(config)
-        fit = fit_step(step, GROUPS, self, automatic_sizes(config, step.mesh))
+        fit = fit_step(step, GROUPS, self, automatic_sizes(config, step.learner.mesh))
         assert sum(part.size for part in fit.memory_uses) <= limit
         return fit
 
@@ -231,10 +233,10 @@ class TestFittingTheEngine:
             return compile_fused_schedule(step, GROUPS)
 
         monkeypatch.setattr(fitting, "device_memory", lambda: 2**40)
-        whole = fit_step(step, GROUPS, compiled, automatic_sizes(config, step.mesh))
+        whole = fit_step(step, GROUPS, compiled, automatic_sizes(config, step.learner.mesh))
         limit = sum(part.size for part in whole.memory_uses) * 3 // 4
         monkeypatch.setattr(fitting, "device_memory", lambda: limit)
-        fit = fit_step(step, GROUPS, compiled, automatic_sizes(config, step.mesh))
+        fit = fit_step(step, GROUPS, compiled, automatic_sizes(config, step.learner.mesh))
         assert limit * 2 // 3 < sum(part.size for part in fit.memory_uses) <= limit
         assert fit.step.sizes.pages < whole.step.sizes.pages == 2056
         assert len(seen) == 3

@@ -26,6 +26,7 @@ from jaxspec.state import LengthChooser
 from jaxspec.storage.cache import content_key
 from jaxspec.tokens.stop_strings import build_stop_table
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
+from tests.whole_step import load_weights
 
 MODEL = tiny_model(vocab=16, dtype="float32")
 
@@ -50,10 +51,7 @@ def chooser_of(draft: DraftConfig) -> LengthChooser:
     network = (
         tiny_network(Decoder, MODEL, 1) if draft.kind == "model" else tiny_network(eagle3, MODEL, 2)
     )
-    sync = jax.jit(
-        lambda policy, network: generator.sync_weights(policy, network, generator.init_state())
-    )
-    ready = sync(tiny_network(Decoder, MODEL, 1), network)
+    ready = load_weights(generator, tiny_network(Decoder, MODEL, 1), network)
     return jax.tree.map(
         np.asarray, make_length_chooser(generator, ready, tiny_prompts(8, 5, MODEL.vocab))
     )

@@ -46,7 +46,7 @@ from tests.conftest import (
     tiny_network,
     tiny_prompts,
 )
-from tests.whole_step import nothing_finished, place
+from tests.whole_step import load_weights, nothing_finished, place
 
 MODEL = tiny_model(vocab=16, dtype="float32")
 PROMPTS, GROUP, WIDTH, LONG, SHORT = 4, 2, 5, 300, 48
@@ -111,9 +111,7 @@ def engine() -> Engine:
 def weights(generator: Generator, alike: bool) -> RolloutWeights:
     policy = tiny_network(Decoder, MODEL, 1, scale=3.0)
     draft = tiny_network(Decoder, MODEL, 1 if alike else 2, scale=3.0)
-    ready = jax.jit(lambda one, other: generator.sync_weights(one, other, generator.init_state()))(
-        policy, draft
-    )
+    ready = load_weights(generator, policy, draft)
     chooser = predict_chooser(generator, ready)
     return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 

@@ -258,7 +258,7 @@ def test_every_number_states_its_range() -> None:
         ),
         (
             lambda: Config(steps=5, profile="6:8"),
-            "profile is '6:8', and the last call of a run of steps 5 is number 5",
+            "profile is '6:8', but with steps 5 the last call is 5",
         ),
         (lambda: Config(model=None), "model is None; it must be of type ModelConfig"),  # pyright: ignore[reportArgumentType]
         (lambda: DraftConfig(kind="eagle"), "kind is 'eagle'; it must be one of eagle3, mtp"),  # pyright: ignore[reportArgumentType]

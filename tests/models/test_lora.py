@@ -30,6 +30,7 @@ from jaxspec.models.lora import (
 )
 from jaxspec.rl import optimizers
 from jaxspec.state import TrainState
+from jaxspec.transfer import export_weights
 from tests.conftest import (
     small_mesh,
     tiny_config,
@@ -130,8 +131,8 @@ def test_a_version_is_rounded_alike_whenever_it_generates() -> None:
     for data, version in ((1, 5), (4, 5), (1, 6)):
         generator = build_step(config, small_mesh(data), (1,), 11).generator
         sync = jax.jit(
-            lambda network, version, of=generator: of.sync_weights(
-                network, None, of.init_state(), version
+            lambda network, version, of=generator: of.load(
+                export_weights(network, None, of.dtype, version), of.init_state()
             )
         )
         with jax.numpy_dtype_promotion("standard"):

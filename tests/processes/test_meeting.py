@@ -133,7 +133,7 @@ def test_processes_that_were_told_differently_are_refused(coordinator: str) -> N
     assert (
         Arrival(coordinator, 2, 1)
         .ended()
-        .startswith("process 1 was told of 2 processes, process 0 of 3")
+        .startswith("process 1 expects 2 processes, process 0 expects 3;")
     )
     good = Arrival(coordinator, 3, 1)
     time.sleep(0.3)

@@ -88,7 +88,7 @@ def test_all_others_end_within_seconds_of_one_that_is_killed(killed: int) -> Non
         began = time.monotonic()
         processes[killed].handle.send_signal(signal.SIGKILL)
         told = (
-            f"process {killed} of 3 has ended without a word (killed, or out of memory); the same"
+            f"process {killed} of 3 has ended without notice (killed, or out of memory); the same"
             " command goes on from the last checkpoint; this process ends too\n"
         )
         others = [each for number, each in enumerate(processes) if number != killed]
@@ -138,7 +138,7 @@ def test_one_that_is_stopped_is_named_and_left_to_jax() -> None:
         processes[1].handle.send_signal(signal.SIGSTOP)
         assert processes[0].handle.stdout
         told = processes[0].handle.stdout.readline()
-        assert told.startswith("process 1 of 2 has not been heard of for ")
+        assert told.startswith("process 1 of 2 has not been heard from for ")
         assert "it is stopped, or its machine is gone or very busy" in told
         assert processes[0].handle.poll() is None
         processes[1].handle.send_signal(signal.SIGCONT)
@@ -159,4 +159,4 @@ def test_a_process_does_not_leave_in_the_middle_of_a_word() -> None:
         processes[1].do("begun.wait(); peers.leave_job(0); sys.exit()")
         status, told = processes[1].ended()
         assert status == 0
-        assert told.startswith("process 0 of 2 has not been heard of for ")
+        assert told.startswith("process 0 of 2 has not been heard from for ")

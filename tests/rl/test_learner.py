@@ -220,7 +220,7 @@ def learnt(
     policy, draft = cast_floats(networks(kind), masters)
     state = learner.init_state(policy, draft, online=True)
     state = jax.device_put(state, learner.train_layout(state))
-    batch = build_text_batch(*(rows or texts()), step.mesh, learner.micro_tokens)
+    batch = build_text_batch(*(rows or texts()), step.learner.mesh, learner.micro_tokens)
     after, metrics = jax.jit(learner.learn)(state, batch)
     assert after.draft is not None
     before = jax.tree.map(np.asarray, (policy, draft))
@@ -309,7 +309,7 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     state = step.learner.init_state(adapted, draft, online=True)
     state: LearnerState = jax.device_put(state, step.learner.train_layout(state))
     after, _ = jax.jit(step.learner.learn)(
-        state, build_text_batch(*texts(), step.mesh, step.learner.micro_tokens)
+        state, build_text_batch(*texts(), step.learner.mesh, step.learner.micro_tokens)
     )
     found = jax.tree.map(
         lambda old, new: np.asarray(old) - np.asarray(new),
@@ -335,7 +335,7 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
 def test_comparing_is_the_learners_own_measure_and_changes_nothing() -> None:
     step = step_of("eagle3", 30, 2)
     policy, draft = networks("eagle3")
-    batch: TrainBatch = build_text_batch(*texts(), step.mesh, step.learner.micro_tokens)
+    batch: TrainBatch = build_text_batch(*texts(), step.learner.mesh, step.learner.micro_tokens)
     sums, counts = jax.jit(step.learner.compare_draft)(policy, draft, batch)
     _, metrics = learnt(step, "eagle3")
     wanted = [metrics["draft/expected_acceptance_1"], metrics["draft/expected_acceptance_2"]]

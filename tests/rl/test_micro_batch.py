@@ -90,7 +90,7 @@ def test_counts_are_of_the_mini_batch(mini: int) -> None:
     def on_a_shard(batch: TrainBatch) -> Any:
         return step.learner.objective.count_mini_batch(batch, jnp.int32(mini))
 
-    counts = jax.jit(shard_map_rows(step.mesh, on_a_shard, (P(),), P()))(batch)
+    counts = jax.jit(shard_map_rows(step.learner.mesh, on_a_shard, (P(),), P()))(batch)
     here = in_mini_batch(batch, mini)
     assert [float(counts.labels), float(counts.texts)] == [here.sum(), here.any(axis=1).sum()]
     assert float(counts.texts) == (4, 3)[mini]

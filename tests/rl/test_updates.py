@@ -99,7 +99,7 @@ class Rows:
             "version": self.version,
         }
         rows = jax.tree.map(jnp.asarray, parts)
-        return TrainBatch(**rows, plan=jax.device_put(plan, plan_shardings(step.mesh)))
+        return TrainBatch(**rows, plan=jax.device_put(plan, plan_shardings(step.learner.mesh)))
 
 
 def policy() -> Decoder:

@@ -313,6 +313,6 @@ def test_a_pool_too_small_for_one_row_is_refused() -> None:
     settings = Settings(GROUP, NEW, SPREAD, None, slots=4, page_size=2, pages=fewest(2, 0) - 1)
     with pytest.raises(
         ValueError,
-        match=f"pages is {fewest(2, 0) - 1}, of 2 positions, .* {fewest(2, 0)} are the fewest",
+        match=f"pages is {fewest(2, 0) - 1}, but .* 2 positions: set at least {fewest(2, 0)}",
     ):
         compiled(None, settings)((plain()[0], None), coupled_prompts())

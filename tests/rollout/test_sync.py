@@ -89,9 +89,7 @@ def test_rollout_layout_is_one_all_gather_for_each_sharded_weight(data: int, ten
     mesh = small_mesh(data, tensor)
     trained = in_train_layout(mesh)
     program = (
-        jax.jit(lambda tree: to_rollout_layout(tree, mesh, LOGICAL_AXES, jnp.dtype("float32")))
-        .lower(trained)
-        .compile()
+        jax.jit(lambda tree: to_rollout_layout(tree, mesh, LOGICAL_AXES)).lower(trained).compile()
     )
     synced = program(trained)
     for name, spec in placements(synced).items():

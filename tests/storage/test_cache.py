@@ -357,5 +357,5 @@ def test_a_process_that_has_another_cache_says_so_before_it_builds(tmp_path: Pat
     first.communicate()
     assert second.returncode == 2
     assert "building" not in said
-    told = f"{tmp_path / 'other'} does not hold what process 0 has put there; set JAXSPEC_CACHE to"
+    told = f"{tmp_path / 'other'} does not hold the files that process 0 wrote there; set"
     assert told in said

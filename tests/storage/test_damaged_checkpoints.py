@@ -183,7 +183,7 @@ def test_damaged_checkpoints_without_a_whole_one_stay_where_they_are(tmp_path: P
 def test_a_checkpoint_without_digests_is_damaged(tmp_path: Path) -> None:
     checkpoints, abstract = with_steps(tmp_path, 1)
     (tmp_path / "1" / "host" / "metadata").write_text('{"batch": 1}')
-    with pytest.raises(DamagedFileError, match=r"/1 is damaged \(what it says of the run differs"):
+    with pytest.raises(DamagedFileError, match=r"/1 is damaged \(the state of the run differs"):
         checkpoints.restore(1, abstract)
     checkpoints.close()
 

@@ -1,1 +1,1 @@
-"""`bench gpu`: speculation on an accelerator, measured within ten minutes."""
+"""Measures speculation on an accelerator within ten minutes (`bench gpu`)."""

@@ -1,6 +1,10 @@
-"""Cells of the tables: generation of some rows with some draft, as two programs, its weights and
-its prompts."""
+"""Cells of the tables of `bench gpu`.
 
+A cell is generation at one number of rows with one draft. This module builds its two programs, its
+weights and its prompts.
+"""
+
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,24 +35,25 @@ from jaxspec.mesh import replicated_sharding
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import Drafter, Prompts, PyTree, RolloutWeights
 from jaxspec.step import Step
+from jaxspec.transfer import export_weights
 
 
 class Cell(NamedTuple):
-    """Generation of some rows, each with a prompt of its own."""
+    """Generation settings of one entry of a table. Each row has a prompt of its own."""
 
     rows: int
     draft_length: int
-    """Tokens drafted a round (K); 0: plain decoding."""
+    """Draft tokens per round (K), 0 for plain decoding."""
     new_tokens: int
     """Tokens of each answer."""
     draft_vocab: int = 0
-    """Tokens of the draft's own vocabulary; 0: the policy's."""
+    """Size of the draft's own vocabulary, 0 for the policy's."""
     command_buffers: bool = False
-    """Whether loops go into command buffers."""
+    """Whether the rounds' loops are captured into command buffers."""
 
     @property
     def label(self) -> str:
-        """Names the cell but for its rounds' command buffers."""
+        """Name of the cell, without its command buffers."""
         draft_label = f"K={self.draft_length}" if self.draft_length else "plain"
         vocab_label = (
             ", full draft vocabulary" if self.draft_length and not self.draft_vocab else ""
@@ -57,24 +62,26 @@ class Cell(NamedTuple):
 
     @property
     def prefill_name(self) -> str:
-        """Names the program that reads the prompts; command buffers are of no matter there."""
+        """Name of the program that prefills the prompts."""
+        # Cells with and without command buffers share it. The option affects rounds only.
         return f"prefill of {self.label}"
 
     @property
     def rounds_name(self) -> str:
-        """Names the program of the rounds."""
+        """Name of the program that runs rounds."""
         return f"rounds of {self.label}{', command buffers' if self.command_buffers else ''}"
 
 
 def replicate_shapes(mesh: Mesh, shapes: PyTree) -> PyTree:
-    """Shapes placed on the one device of a mesh."""
+    """Adds a replicated sharding to abstract arrays."""
     return jax.tree.map(lambda leaf: abstract_leaf(leaf, replicated_sharding(mesh)), shapes)
 
 
 def inference_config(
     options: GpuOptions, model: ModelSpec, rollout: RolloutConfig, rows: int, prompt: int
 ) -> ResolvedConfig:
-    """A config for answers of which nothing is learned, each to a prompt of its own."""
+    """Builds a config for generation without learning, one answer per prompt."""
+    # A group advantage needs two answers, so there is no baseline and no std.
     return ResolvedConfig(
         model=model,
         rollout=rollout,
@@ -88,51 +95,56 @@ def inference_config(
 
 
 class Cells:
-    """Builds the cells' programs and arguments; weights are shared by all of them."""
+    """Builds programs and arguments of cells. All cells share weights of the same shapes."""
 
     def __init__(self, options: GpuOptions, mesh: Mesh) -> None:
-        """Makes no array yet."""
+        """Stores options and mesh. Arrays are made on demand."""
         self.options, self.mesh = options, mesh
         self._weights: dict[Any, PyTree] = {}
 
     def make_step(self, cell: Cell) -> Step:
-        """Builds the step that a cell's generator belongs to."""
+        """Builds the step of a cell."""
         options = self.options
         draft = DraftConfig(
+            # A config has no draft length 0. `make_generator` removes the draft for plain decoding.
             draft_length=max(cell.draft_length, 1),
             vocab=cell.draft_vocab,
-            # no temperature of the draft is tuned where nothing learns
+            # `auto` would tune the draft's temperature, which only a run does.
             sampling="sample",
         )
         engine = EngineConfig(
             slots=cell.rows,
             page_size=options.page_size,
+            # Every row generates the same number of tokens, so few rounds have idle rows.
             tail=False,
             command_buffers=cell.command_buffers,
         )
         rollout = RolloutConfig(max_new_tokens=cell.new_tokens, draft=draft, engine=engine)
         config = inference_config(options, options.policy, rollout, cell.rows, options.prompt)
+        # No stop ids, so that every answer has its full length.
         return build_step(config, self.mesh, (), options.vocab)
 
     def make_generator(self, cell: Cell) -> Generator:
-        """Builds a cell's generator; of its drafts as many are kept as is prescribed."""
+        """Builds a cell's generator, which keeps drafts at the prescribed acceptance."""
         generator = self.make_step(cell).generator
         if not cell.draft_length:
             return generator.without_draft()
+        # Weights are random, so a real acceptance would be near zero.
         return generator.make_variant(rule=synthetic_rule(self.options.acceptance))
 
     # ---- programs
 
     def abstract_weights(self, cell: Cell) -> RolloutWeights:
-        """Shapes of the weights as a cell's generator reads them."""
+        """Describes the weights that a cell's generator reads, without allocating them."""
         step, generator = self.make_step(cell), self.make_generator(cell)
         networks = jax.eval_shape(lambda: (step.init_policy(), step.init_draft()))
         policy, draft = networks if cell.draft_length else (networks[0], None)
-        weights = jax.eval_shape(generator.sync_weights, policy, draft, generator.init_state())
+        exported = jax.eval_shape(partial(export_weights, dtype=generator.dtype), policy, draft)
+        weights = jax.eval_shape(generator.load, exported, generator.init_state())
         return replicate_shapes(self.mesh, weights)
 
     def list_recipes(self, cell: Cell) -> list[Recipe]:
-        """The programs of a cell: prefill, and a number of rounds."""
+        """Lists the programs of a cell: prefill, and a given number of rounds."""
         generator = self.make_generator(cell)
 
         def prefill_inputs() -> tuple[RolloutWeights, Prompts]:
@@ -150,6 +162,7 @@ class Cells:
                 cell.rounds_name,
                 generator.advance,
                 rounds_inputs,
+                # Rounds update the caches of the decode state in place.
                 donate=(1,),
                 compiler_options=generator.compiler_options,
             ),
@@ -158,8 +171,12 @@ class Cells:
     # ---- arguments
 
     def rollout_weights(self, cell: Cell) -> RolloutWeights:
-        """Weights on the device: the policy once for all cells, a draft for each vocabulary."""
+        """Returns a cell's weights on the device.
+
+        All cells share one policy. Cells with the same draft vocabulary share a draft.
+        """
         shapes = self.abstract_weights(cell)
+        # Policy and draft have their own seeds, so that leaves of one shape and place differ.
         target = self._reuse_weights(shapes.target, self.options.seed)
         network = self._reuse_weights(shapes.drafter.network, self.options.seed + 1)
         choice = jnp.zeros(shapes.drafter.factor_index.shape, jnp.int32)
@@ -171,14 +188,16 @@ class Cells:
         )
 
     def make_prompts(self, cell: Cell, call: int = 0) -> Prompts:
-        """Random prompts of full length."""
+        """Returns random prompts of full length."""
         return random_prompts(self.make_generator(cell), cell.rows, self.options, call)
 
     def drop_weights(self) -> None:
-        """Gives up all weights; those that are wanted again are made anew."""
+        """Drops all weights. They are made again when requested."""
+        # A GRPO step needs their memory.
         self._weights.clear()
 
     def _reuse_weights(self, shapes: PyTree, seed: int) -> PyTree:
+        # Shapes identify a network, since all cells have the same policy sizes.
         leaves, structure = jax.tree.flatten(shapes)
         key = structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), seed
         if key not in self._weights:
@@ -187,9 +206,10 @@ class Cells:
 
 
 def random_prompts(generator: Generator, count: int, options: GpuOptions, call: int) -> Prompts:
-    """Prompts of full length, of tokens drawn evenly."""
+    """Returns prompts of full length with uniformly random tokens."""
     shapes = abstract_prompts(generator, count)
     empty_prompts = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    # Seeded by the call, so that its prompts are the same in every process.
     rng = np.random.default_rng((options.seed, call))
     prompts = empty_prompts.replace(
         tokens=rng.integers(0, options.vocab, shapes.tokens.shape, np.int32),

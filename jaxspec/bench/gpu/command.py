@@ -1,4 +1,7 @@
-"""The command `bench gpu`: sections in order, each printed and kept at once."""
+"""Command `bench gpu`.
+
+Measures sections in order. Each is printed and saved as soon as it is measured.
+"""
 
 import contextlib
 import json
@@ -35,18 +38,18 @@ from jaxspec.system.progress import Screen
 COMMAND = "python -m jaxspec.bench gpu"
 _SECTION_LIST = "\n".join(f"  {number}  {title}" for number, title in SECTION_TITLES.items())
 ABOUT = f"""Measures speculation on one GPU within ten minutes, with random weights: no checkpoint,
-no network. Every section prints its table at once, and adds it to --out; a second call goes on
-where the first one ended. Sections that are out of time are left out, and named.
+no network. Every section prints its table at once and adds it to --out. A second call measures the
+sections that are missing there. Sections for which no time is left are skipped and listed.
 
 {_SECTION_LIST}
 
-Programs are compiled on threads while others run. To have no compiling at all there, make them
-elsewhere first, with the same versions of JAX and its plugin, and carry the folder:
+Programs are compiled on threads while others run. To compile nothing on the card, compile them on
+another machine first, with the same versions of JAX and its plugin, and copy the folder:
   {COMMAND} --prepare FOLDER --hardware h100     (anywhere; needs the extra `check`, no GPU)
   {COMMAND} --programs FOLDER --out h100.json    (on the card)
---hardware is one of {", ".join(HARDWARE)}, or {LOCAL_DEVICES}: the device of this machine.
-Needs compute capability 8.0 (Ampere) or newer, and a driver from {MIN_DRIVERS[12]} (CUDA 12) or
-{MIN_DRIVERS[13]} (CUDA 13) on. To try all of it on a CPU, in a minute or two:
+--hardware is one of {", ".join(HARDWARE)}, or {LOCAL_DEVICES} for the device of this machine.
+Needs compute capability 8.0 (Ampere) or newer, and driver {MIN_DRIVERS[12]} (CUDA 12) or
+{MIN_DRIVERS[13]} (CUDA 13) or newer. To try all of it on a CPU, in a minute or two:
   {COMMAND} --size tiny
 The last line of the output is one JSON object."""
 SECTIONS = dict(
@@ -67,19 +70,24 @@ SECTIONS = dict(
 
 
 def parse_options(argv: Sequence[str]) -> GpuOptions:
-    """Reads the command line; the defaults are those of --size."""
+    """Parses the command line."""
+    # --size is read first, since it selects the defaults of the other options.
     size, _ = take_option(argv, COMMAND, "size", "8b|tiny", "8b")
     return override_settings(DEFAULTS.get(size, DEFAULTS["8b"]), argv, COMMAND, ABOUT)
 
 
 def section_recipes(plan: GpuPlan, sections: Sequence[int]) -> list[Recipe]:
-    """The programs of sections, in their order and once each."""
+    """Lists the programs of sections in order, without duplicates."""
+    # Some sections share programs. The later of two equal recipes replaces the first in its place.
     recipes = [recipe for number in sections for recipe in SECTIONS[number].recipes(plan)]
     return list({recipe.name: recipe for recipe in recipes}.values())
 
 
 def prepare_programs(options: GpuOptions) -> int:
-    """Compiles all programs into a folder; the exit status is 1 if any failed."""
+    """Compiles all programs into a folder.
+
+    Returns the exit status, which is 1 if any program failed.
+    """
     plan, screen = open_compile_plan(options), Screen()
     folder = create_program_folder(plan)
     log = _line_printer(screen)
@@ -96,19 +104,24 @@ def prepare_programs(options: GpuOptions) -> int:
 
 
 def measure_sections(options: GpuOptions) -> int:
-    """Measures the sections; the exit status is 1 if a part of any failed."""
+    """Measures the sections.
+
+    Returns the exit status, which is 1 if any part of a section failed.
+    """
+    # --budget also covers Python's start and imports, which ended before this line.
     deadline = time.monotonic() - process_age_seconds() + options.budget
     plan, driver = open_plan(options)
     screen = Screen()
     log = _line_printer(screen)
     target = program_target(plan)
+    # The file may have runs of other cards, versions and sizes. These two identify the run.
     results = Results(Path(options.out), target._asdict() | options.table_sizes)
     sections = []
     for number in options.section_numbers:
         if options.again or not results.has_section(number):
             sections.append(number)
         else:
-            log(f"section {number} is in {options.out} already; --again measures it anew")
+            log(f"section {number} is in {options.out} already; --again measures it again")
     programs = Programs(plan.mesh, open_program_folder(plan, log), _worker_count(options), log)
     run = GpuRun(
         plan=plan,
@@ -118,9 +131,10 @@ def measure_sections(options: GpuOptions) -> int:
         driver=driver,
         deadline=deadline,
     )
-    # all at once: threads take them in this order
+    # Threads compile in this order, so later programs are compiled while earlier sections run.
     programs.queue_recipes(section_recipes(plan, sections))
     incomplete_sections, has_failures = [], False
+    # Programs that nothing waits for any more are not compiled after the last section.
     with contextlib.closing(programs):
         for number in sections:
             if not _measure_section(run, number):
@@ -128,16 +142,18 @@ def measure_sections(options: GpuOptions) -> int:
             has_failures |= bool(run.failed_parts)
     if incomplete_sections:
         log(
-            "not there, or in part:"
-            f" {', '.join(f'section {number}' for number in incomplete_sections)}; the same command"
-            f" goes on with these (--budget is {options.budget:g} seconds)"
+            "missing or incomplete:"
+            f" {', '.join(f'section {number}' for number in incomplete_sections)}; run the same"
+            f" command again to measure these (--budget is {options.budget:g} seconds)"
         )
     print(json.dumps(results.record), flush=True)
     return 1 if has_failures else 0
 
 
 def _measure_section(run: GpuRun, number: int) -> bool:
-    """Measures a section and keeps it; returns whether it is all there."""
+    """Measures a section and saves it. Returns whether it is complete."""
+    # A section saves the parts that it has time for, so it may start with less than its usual
+    # time. USUAL_SECONDS are those of a GPU.
     min_seconds = USUAL_SECONDS[number] / 2 if run.plan.targets_gpu else 0
     if run.seconds_left <= min_seconds:
         run.print_line(f"section {number} is left out: {max(run.seconds_left, 0):.0f} s are left")
@@ -148,12 +164,14 @@ def _measure_section(run: GpuRun, number: int) -> bool:
     run.skipped_parts, run.failed_parts, start_time = [], [], time.monotonic()
     try:
         numbers = SECTIONS[number].measure(run)
-    except Exception as error:  # noqa: BLE001 - minutes on a card are too few to lose the rest
+    # Any error: time on a card is short, so one section must not cost the others.
+    except Exception as error:  # noqa: BLE001 - reported with its traceback
         traceback.print_exception(error)
         numbers = {"failed": f"{type(error).__name__}: {first_line(error)}"}
         run.failed_parts.append(f"section {number}")
         run.print_line(f"section {number} FAILED: {numbers['failed']}")
     seconds = time.monotonic() - start_time
+    # A section with a skipped or failed part is saved, but the next call measures it again.
     complete = not (run.skipped_parts or run.failed_parts)
     run.results.add_section(number, numbers | {"seconds": seconds}, complete)
     run.print_line(f"section {number} took {seconds:.0f} s, and is in {run.results.file}")
@@ -166,6 +184,7 @@ def _worker_count(options: GpuOptions) -> int:
 
 def _line_printer(screen: Screen) -> Log:
     def print_line(message: str) -> None:
+        # Brackets in messages are no markup, and a line is not wrapped at the terminal's width.
         screen.print(message, markup=False, highlight=False, soft_wrap=True)
 
     return print_line
@@ -175,6 +194,6 @@ def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
     options = parse_options(argv)
     require(bool(options.section_numbers), "--sections is empty; name some, such as 0,1,2")
-    # a batch that is given away has parts without a twin among the results
+    # Some leaves of a donated batch have no result of their shape, which JAX would warn of.
     warnings.filterwarnings("ignore", "Some donated buffers were not usable")
     return prepare_programs(options) if options.prepare else measure_sections(options)

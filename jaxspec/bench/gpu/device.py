@@ -1,4 +1,4 @@
-"""The card: whether it can be measured, what is known of it, and its memory while programs run."""
+"""Checks and describes the card, and tracks its memory while programs run."""
 
 import contextlib
 import os
@@ -15,24 +15,29 @@ import jax
 from jaxspec.inputs.checked import require
 
 MIN_CAPABILITY = 8.0
-"""Compute capability of Ampere, the first with bfloat16."""
+"""Minimum compute capability: Ampere, the first generation with bfloat16."""
 MIN_DRIVERS = {13: 580, 12: 525}
-"""The oldest driver for each CUDA that JAX's plugins are built for."""
+"""Minimum driver by CUDA version of JAX's plugin."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def require_driver(
     file: Path = _DRIVER_FILE, read_version: Callable[[str], str] = metadata.version
 ) -> str:
-    """Returns the driver's version, or an empty text if none is loaded.
+    """Checks the NVIDIA driver against the installed CUDA plugins.
+
+    Returns the driver's version, or an empty string if no driver is loaded. Passes if the driver
+    is new enough for one of the plugins.
 
     Raises:
-      ConfigError: it is too old for the CUDA plugin that is installed.
+      ConfigError: the driver is too old for every installed plugin.
     """
+    # The kernel module's file can be read before JAX starts, and without nvidia-smi.
     try:
         text = file.read_text(encoding="utf-8")
     except OSError:
         return ""
+    # The file's version line also has a date. Drivers have major versions of three digits.
     match = re.search(r"\b(\d{3,})\.[\d.]+", text)
     driver = match[0] if match else ""
     majors = [
@@ -43,12 +48,12 @@ def require_driver(
             major for major in majors if int(driver.split(".")[0]) >= MIN_DRIVERS[major]
         ]
         major = max(majors)
-        alternative = "; install the extra cuda12 instead" if major == 13 else ""
+        alternative = ", or install the extra cuda12 instead" if major == 13 else ""
         require(
             bool(supported_majors),
-            f"the NVIDIA driver is {driver}, and jax-cuda{major}-plugin"
+            f"the NVIDIA driver is {driver}, but jax-cuda{major}-plugin"
             f" {read_version(f'jax-cuda{major}-plugin')} (extra cuda{major}) needs"
-            f" {MIN_DRIVERS[major]} or newer: update the driver{alternative}",
+            f" {MIN_DRIVERS[major]} or newer; update the driver{alternative}",
         )
     return driver
 
@@ -60,12 +65,17 @@ def _is_installed(name: str, read_version: Callable[[str], str]) -> bool:
 
 
 def require_card(device: Any, size: str, driver: str = "") -> None:
-    """Checks that a device is a GPU of a generation that runs these programs; `driver` is the
-    NVIDIA driver that is loaded.
+    """Checks that a device can run the benchmark.
+
+    Args:
+      device: device that JAX found.
+      size: value of --size. A CPU is accepted for `tiny` only.
+      driver: version of the loaded NVIDIA driver, empty if there is none.
 
     Raises:
-      ConfigError: there is no GPU, or it is older than Ampere.
+      ConfigError: the device is a CPU, or a GPU older than Ampere.
     """
+    # With a driver but no GPU, the likely cause is the installation, so the message asks about it.
     driver_note = (
         f" (the NVIDIA driver {driver} is loaded: is the extra cuda13 or cuda12 installed, and"
         " JAX_PLATFORMS unset?)"
@@ -74,7 +84,7 @@ def require_card(device: Any, size: str, driver: str = "") -> None:
     )
     require(
         device.platform != "cpu" or size == "tiny",
-        f"JAX finds no GPU here{driver_note}, and --size 8b is for one: try the command with"
+        f"JAX finds no GPU here{driver_note}, but --size 8b needs one; try the command with"
         " --size tiny on this CPU, or compile its programs for a card with --prepare FOLDER"
         " --hardware h100",
     )
@@ -82,13 +92,14 @@ def require_card(device: Any, size: str, driver: str = "") -> None:
         capability = float(device.compute_capability)
         require(
             capability >= MIN_CAPABILITY,
-            f"the {device.device_kind} has compute capability {capability}; bench gpu needs"
-            f" {MIN_CAPABILITY} (Ampere) or newer, as older cards have no bfloat16",
+            f"the {device.device_kind} has compute capability {capability}, and no bfloat16; use a"
+            f" card with {MIN_CAPABILITY} (Ampere) or newer",
         )
 
 
 def describe_card(device: Any, driver: str) -> dict[str, Any]:
-    """Facts about the device and what else runs on the machine."""
+    """Describes the device and the load of the machine."""
+    # CPU devices have no memory statistics.
     stats = device.memory_stats() or {}
     return {
         "device": device.device_kind,
@@ -103,7 +114,10 @@ def describe_card(device: Any, driver: str) -> dict[str, Any]:
 
 
 def other_processes() -> list[str]:
-    """Other processes on the GPUs, as nvidia-smi lists them; none if it does not say."""
+    """Lists other processes on the GPUs, as nvidia-smi prints them.
+
+    Empty if nvidia-smi is missing or fails.
+    """
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
         output = subprocess.run(
@@ -112,23 +126,27 @@ def other_processes() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # This process already holds the device, so it is among them.
     return [line for line in lines if line.split(",")[0] != str(os.getpid())]
 
 
 class DeviceMemory:
-    """The most memory in use on a device while programs run, looked at every few milliseconds.
+    """Maximum memory in use on a device inside the context, in bytes.
 
-    The allocator's own peak is that of the whole process. A program's temporaries are one piece
-    that is held as long as it runs, so that a look in between sees them.
+    A thread reads the memory in use every 5 milliseconds.
     """
 
+    # The allocator's own peak covers the whole life of the process. Sampling is enough, since the
+    # temporaries of a program are one allocation that lasts as long as the program runs.
+
     def __init__(self, device: Any) -> None:
-        """Looks at nothing yet."""
+        """Reads nothing before the context begins."""
         self._device, self.peak = device, 0
 
     def __enter__(self) -> "DeviceMemory":
         self.peak = self._read_in_use()
         self._stop_event = threading.Event()
+        # A daemon, so that it cannot keep a failed process alive.
         self._thread = threading.Thread(target=self._track_peak, daemon=True)
         self._thread.start()
         return self
@@ -142,9 +160,11 @@ class DeviceMemory:
             self.peak = max(self.peak, self._read_in_use())
 
     def _read_in_use(self) -> int:
+        # CPU devices have no memory statistics: their peak stays 0.
         return (self._device.memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def wait_for_arrays(tree: Any) -> Any:
-    """Waits until arrays are there; returns them."""
+    """Waits until arrays are computed. Returns them."""
+    # JAX returns arrays before they are computed, so the clock must wait for them.
     return jax.block_until_ready(tree)

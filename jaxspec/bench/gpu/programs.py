@@ -1,4 +1,7 @@
-"""Programs of the measurements: loaded from a folder, or compiled on threads ahead of their use."""
+"""Compiled programs of the measurements.
+
+They are loaded from a folder, or compiled on threads ahead of their use.
+"""
 
 import contextlib
 import os
@@ -19,48 +22,54 @@ from jaxspec.compiled.serialized import ProgramFolder, UnusableProgramError
 from jaxspec.inputs.checked import first_line
 
 CompilerOptions = Mapping[str, str | bool]
+# A CPU only serves to try the command. Optimized programs take four times as long to compile.
 CPU_OPTIONS: CompilerOptions = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
 }
-"""On CPUs, where the command is only tried: optimized programs take four times as long to
-compile."""
+"""Compiler options of all programs for CPUs."""
 _REPORT_SECONDS = 10.0
-"""Seconds between two lines about a program that is waited for."""
+"""Seconds between two log lines while waiting for a program."""
 Log = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A program that is not compiled yet."""
+    """Function, arguments and options of a program to compile."""
 
     name: str
     function: Callable
     arguments: Callable[[], tuple[Any, ...]]
-    """Gives shapes, types and shardings; called where the program is compiled."""
+    """Returns shapes, dtypes and shardings. Called by the compiling thread."""
     donate: tuple[int, ...] = ()
+    """Positions of arguments whose memory is donated."""
     compiler_options: CompilerOptions = field(default_factory=dict)
-    """Of the compiler, beside those of the card."""
+    """Compiler options in addition to those of the device."""
 
 
 class ProgramUnavailableError(Exception):
-    """A program could not be compiled, or not in time; the message says which and why."""
+    """A program failed to compile, or not in time. The message names it and the reason."""
 
 
 class ReadyProgram(NamedTuple):
-    """A program that is ready to run."""
+    """Compiled program that is ready to run."""
 
     program: Any
     is_loaded: bool
-    """Whether it comes from a folder; False: compiled here."""
+    """Whether it was loaded from a folder. Otherwise it was compiled here."""
     seconds: float
+    """Seconds of loading or compiling."""
     without_kernels: bool
-    """Whether it runs without GPU kernels, because compiling with them failed."""
+    """Whether plain code replaces its GPU kernels, because compiling with them failed."""
 
 
 def device_options(mesh: Mesh) -> CompilerOptions:
-    """Compiler options for the mesh's device; those that the user's XLA_FLAGS name win."""
+    """Returns compiler options for the mesh's device.
+
+    Flags in the user's XLA_FLAGS take precedence. Options that this release of XLA does not have
+    are left out.
+    """
     defaults, user_flags = (
         GPU_OPTIONS if meshes.has_accelerators(mesh) else CPU_OPTIONS,
         os.environ.get(FLAGS_VARIABLE),
@@ -72,11 +81,13 @@ def device_options(mesh: Mesh) -> CompilerOptions:
 
 
 def _is_known_option(mesh: Mesh, name: str, value: str | bool) -> bool:
-    """Whether this release of XLA has a compiler option."""
+    """Returns whether this release of XLA has a compiler option."""
+    # XLA offers no list of its options, so a tiny program is compiled with it.
     number = jax.ShapeDtypeStruct((), "int32", sharding=meshes.replicated_sharding(mesh))
     try:
         jax.jit(lambda number: number + 1).lower(number).compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError as error:
+        # Any other error is not about the option, and would hit every program.
         if "No such compile option" not in str(error):
             raise
         return False
@@ -84,13 +95,15 @@ def _is_known_option(mesh: Mesh, name: str, value: str | bool) -> bool:
 
 
 def compile_recipe(recipe: Recipe, mesh: Mesh, options: CompilerOptions) -> Any:
-    """Compiles a program for the mesh's device."""
+    """Compiles a recipe for the mesh's device, which may be absent."""
     replicated = meshes.replicated_sharding(mesh)
-    # outside the context below: a device that is not there cannot hold the keys of random numbers
+    # Outside the context below, since an absent device cannot hold the random keys that arguments
+    # are computed from.
     arguments = recipe.arguments()
-    # the learner's optimizer relies on JAX's usual promotion
+    # The learner's optimizer relies on JAX's standard promotion.
     with use_mesh_devices(mesh), jax.numpy_dtype_promotion("standard"):
-        # a fresh function, since JAX keeps traces by function
+        # A new function each time. JAX caches traces by function, so a second compilation without
+        # kernels would reuse the trace with kernels.
         lowered = jax.jit(
             lambda *values: recipe.function(*values),
             donate_argnums=recipe.donate,
@@ -100,10 +113,17 @@ def compile_recipe(recipe: Recipe, mesh: Mesh, options: CompilerOptions) -> Any:
 
 
 class Programs:
-    """Makes programs on threads, in the order in which they are expected."""
+    """Loads or compiles programs on threads, in the order in which they were queued."""
 
     def __init__(self, mesh: Mesh, folder: ProgramFolder | None, workers: int, log: Log) -> None:
-        """`folder` has programs that need not be compiled."""
+        """Starts the threads.
+
+        Args:
+          mesh: mesh of the device that programs are for.
+          folder: folder of programs that need not be compiled, or None.
+          workers: number of programs compiled at once.
+          log: receives lines about progress and problems.
+        """
         self.mesh, self.compiler_options = mesh, device_options(mesh)
         self._folder, self._log = folder, log
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
@@ -114,22 +134,23 @@ class Programs:
         self._compiling = self._pauses = 0
 
     def queue_recipes(self, recipes: Sequence[Recipe]) -> None:
-        """Queues programs that will be needed."""
+        """Queues programs. Names that are queued already are skipped."""
         for recipe in recipes:
             if recipe.name not in self._futures:
                 self._recipes[recipe.name] = recipe
                 self._futures[recipe.name] = self._pool.submit(self._make_program, recipe)
 
     def get_program(self, name: str, timeout: float) -> ReadyProgram:
-        """Waits up to some seconds for a program.
+        """Waits up to `timeout` seconds for a queued program.
 
         Raises:
-          ProgramUnavailableError: it is not there in time, or could not be compiled.
+          ProgramUnavailableError: the program is not ready in time, or failed to compile.
         """
         deadline = time.monotonic() + timeout
         future = self._futures[name]
         while True:
             seconds_left = deadline - time.monotonic()
+            # Waits in short spells, so that the log shows progress during minutes of compilation.
             try:
                 return future.result(max(0.0, min(seconds_left, _REPORT_SECONDS)))
             except FutureTimeout:
@@ -138,16 +159,18 @@ class Programs:
                 self._log(f"waiting for {name}; compiling {self._progress_text() or 'others'}")
 
     def compile_again(self, name: str) -> Any:
-        """Compiles a program once more, whatever the folder has."""
+        """Compiles a queued program again, ignoring the folder."""
         return compile_recipe(self._recipes[name], self.mesh, self.compiler_options)
 
     @contextlib.contextmanager
     def pause_compiling(self) -> Iterator[None]:
-        """Nothing is compiled meanwhile: compilers tune products on the device that is measured.
+        """Pauses compilation inside the context.
 
-        What is being compiled is waited for first.
+        Waits first for the programs that are being compiled.
         """
+        # Compilers time products on the device that is measured.
         with self._condition:
+            # Counted before waiting, so that no thread begins another program.
             self._pauses += 1
             while self._compiling:
                 if not self._condition.wait(_REPORT_SECONDS):
@@ -160,12 +183,13 @@ class Programs:
                 self._condition.notify_all()
 
     def close(self) -> None:
-        """Gives up what is not begun."""
+        """Cancels programs that no thread has begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _progress_text(self) -> str:
-        """Programs that are being compiled, with seconds so far."""
+        """Lists the programs that are being compiled, with seconds so far."""
         current_time = time.monotonic()
+        # A copy, since the compiling threads change the dict.
         return ", ".join(
             f"{name} ({current_time - start_time:.0f} s)"
             for name, start_time in list(self._start_times.items())
@@ -193,6 +217,7 @@ class Programs:
                     return ReadyProgram(
                         program, True, time.monotonic() - start_time, without_kernels=False
                     )
+                # A damaged program is compiled here like a missing one.
                 except UnusableProgramError as error:
                     self._log(f"warning: {error}")
             else:
@@ -200,18 +225,25 @@ class Programs:
         without_kernels = False
         try:
             program = compile_recipe(recipe, self.mesh, self.compiler_options)
-        except Exception as error:  # noqa: BLE001 - a kernel's compiler raises whatever it likes
+        # Compilers of kernels raise exceptions of many types.
+        except Exception as error:  # noqa: BLE001 - reported by the callee
             program, without_kernels = self._compile_without_kernels(recipe, error), True
         seconds = time.monotonic() - start_time
         self._log(f"compiled {recipe.name} in {seconds:.0f} s")
         return ReadyProgram(program, False, seconds, without_kernels)
 
     def _compile_without_kernels(self, recipe: Recipe, error: Exception) -> Any:
-        """Compiles a program with the plain twins of its kernels, once and loudly."""
+        """Compiles a program with plain twins of its kernels, after a warning.
+
+        Raises:
+          ProgramUnavailableError: there are no kernels to replace, or this fails too.
+        """
+        # The results of cells mark such a program as `without_kernels`.
         reason = f"{recipe.name} cannot be compiled ({type(error).__name__}: {first_line(error)})"
+        # On CPUs programs have no GPU kernels, so compiling again would fail the same way.
         if not meshes.has_accelerators(self.mesh):
             raise ProgramUnavailableError(reason) from error
-        self._log(f"WARNING: {reason}; it is compiled WITHOUT GPU KERNELS, by their plain twins")
+        self._log(f"WARNING: {reason}; it is compiled WITHOUT GPU KERNELS, with plain twins")
         try:
             with meshes.use_plain_kernels():
                 return compile_recipe(recipe, self.mesh, self.compiler_options)
@@ -225,7 +257,10 @@ class Programs:
 def save_programs(
     recipes: Sequence[Recipe], mesh: Mesh, folder: ProgramFolder, workers: int, log: Log
 ) -> list[str]:
-    """Compiles programs into a folder, but those that it has; returns those that failed."""
+    """Compiles programs into a folder.
+
+    Skips programs that the folder already has undamaged. Returns the names of those that failed.
+    """
     options, lock, failed_names = device_options(mesh), threading.Lock(), []
     missing_recipes = [recipe for recipe in recipes if not folder.is_intact(recipe.name)]
     log(
@@ -241,7 +276,8 @@ def save_programs(
             program = compile_recipe(recipe, mesh, options)
             size = folder.save_program(recipe.name, program, time.monotonic() - start_time)
             outcome = f"{size / 2**20:.1f} MiB, {time.monotonic() - start_time:.0f} s"
-        except Exception as error:  # noqa: BLE001 - a kernel's compiler raises whatever it likes
+        # One program that fails must not cost the others, which may have taken minutes.
+        except Exception as error:  # noqa: BLE001 - logged, and in the result
             failed_names.append(recipe.name)
             outcome = f"FAILED: {type(error).__name__}: {first_line(error)}"
         with lock:

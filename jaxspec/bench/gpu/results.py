@@ -1,4 +1,7 @@
-"""The file of results: a section is added as soon as it is measured, so that none is lost."""
+"""File of results.
+
+A section is added as soon as it is measured, so that a crash or the end of the budget loses none.
+"""
 
 import json
 from pathlib import Path
@@ -11,32 +14,36 @@ _FORMAT = 1
 
 
 class Results:
-    """Sections by number, for one card, one set of versions and one set of sizes."""
+    """Sections of one run by number.
+
+    A run is identified by card, versions, code and sizes.
+    """
 
     def __init__(self, file: Path, identity: dict[str, Any]) -> None:
-        """Reads what a file has of the same identity.
+        """Reads the sections that `file` has for `identity`.
 
         Raises:
-          ConfigError: it is not such a file, or cannot be written.
+          ConfigError: the file has other content, or cannot be read or written.
         """
         self.file, self._runs = file, []
         if file.exists():
             self._runs = _read_runs(file)
-        # as it is read back
+        # JSON turns tuples into lists. Both sides must have passed through it to be comparable.
         identity = json.loads(json.dumps(identity))
         matches = [run for run in self._runs if run["identity"] == identity]
         if not matches:
             matches = [{"identity": identity, "sections": {}}]
             self._runs += matches
         self._run = matches[-1]
-        self._write_file()  # before anything is measured that could not be kept
+        # Written before the first measurement, so that a file that cannot be written to costs none.
+        self._write_file()
 
     def has_section(self, section: int) -> bool:
-        """Whether a section is there, whole."""
+        """Returns whether a section is complete."""
         return bool(self._run["sections"].get(str(section), {}).get("complete"))
 
     def get_section(self, section: int) -> dict[str, Any]:
-        """What was measured in a section; empty if nothing was."""
+        """Returns the numbers of a section, also of an incomplete one, or an empty dict."""
         return self._run["sections"].get(str(section), {})
 
     def add_section(self, section: int, numbers: dict[str, Any], complete: bool) -> None:
@@ -54,11 +61,12 @@ class Results:
 
     @property
     def record(self) -> dict[str, Any]:
-        """All of this identity, for the last line of the output."""
+        """Identity and sections of this run, for the last line of the output."""
         return {"bench": "gpu", **self._run}
 
 
 def _read_runs(file: Path) -> list[dict[str, Any]]:
+    # A file of something else must never be overwritten.
     remedy = "give another --out, or remove it"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -70,9 +78,9 @@ def _read_runs(file: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"--out {file} cannot be read: {error.strerror}; {remedy}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--out {file} is no file of bench gpu ({type(error).__name__}: {first_line(error)});"
-            f" {remedy}"
+            f"--out {file} is not a file of bench gpu ({type(error).__name__}:"
+            f" {first_line(error)}); {remedy}"
         ) from error
     if not is_valid:
-        raise ConfigError(f"--out {file} has another format than {_FORMAT}; {remedy}")
+        raise ConfigError(f"--out {file} does not have format {_FORMAT}; {remedy}")
     return runs

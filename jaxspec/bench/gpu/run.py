@@ -1,4 +1,7 @@
-"""A run of the sections: its options, programs, deadline, and what it says."""
+"""State of a run of the sections.
+
+Holds options, programs, results and the deadline, and reports progress.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +23,10 @@ OUT_OF_TIME = "out of time"
 
 
 class GpuPlan(NamedTuple):
-    """What programs follow from, with or without a device."""
+    """Inputs that determine the programs.
+
+    The devices of `mesh` may be absent, for compilation only.
+    """
 
     options: GpuOptions
     mesh: Mesh
@@ -28,13 +34,13 @@ class GpuPlan(NamedTuple):
 
     @property
     def targets_gpu(self) -> bool:
-        """Whether the programs are for an accelerator."""
+        """Whether the mesh has accelerators, present or absent."""
         return has_accelerators(self.mesh)
 
 
 @dataclass(kw_only=True)
 class GpuRun:
-    """A run on a device."""
+    """Run on the device of this machine."""
 
     plan: GpuPlan
     programs: Programs
@@ -42,46 +48,51 @@ class GpuRun:
     screen: Screen
     driver: str
     deadline: float
-    """By the monotonic clock."""
+    """Time of the monotonic clock at which the budget ends."""
     skipped_parts: list[str] = field(default_factory=list)
-    """Parts of the section that is measured, left out for want of time."""
+    """Parts of the current section that were skipped for lack of time."""
     failed_parts: list[str] = field(default_factory=list)
-    """Parts of it that failed."""
+    """Parts of the current section that failed."""
 
     @property
     def options(self) -> GpuOptions:
-        """Of the command line."""
+        """Options of the command line."""
         return self.plan.options
 
     @property
     def cells(self) -> Cells:
-        """Programs and weights of the tables' cells."""
+        """Builder of the cells' programs and arguments."""
         return self.plan.cells
 
     @property
     def device(self) -> Any:
-        """The one that is measured."""
+        """Device that is measured."""
         return self.plan.mesh.devices.flat[0]
 
     @property
     def seconds_left(self) -> float:
-        """Seconds of the budget."""
+        """Remaining seconds of the budget, negative after its end."""
         return self.deadline - time.monotonic()
 
     def print_line(self, message: str) -> None:
-        """Prints a line."""
+        """Prints a message verbatim, without wrapping."""
+        # Messages may contain brackets, which rich would take for markup.
         self.screen.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def get_program(self, name: str) -> ReadyProgram:
-        """Waits for a program, as long as there is time.
+        """Waits for a program until the budget ends.
 
         Raises:
-          ProgramUnavailableError: it could not be compiled, or not in time.
+          ProgramUnavailableError: the program failed to compile, or was not ready in time.
         """
         return self.programs.get_program(name, self.seconds_left)
 
     def attempt_part(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Measures a part of a section; says and records why it could not be."""
+        """Measures a part of a section.
+
+        Returns its numbers. If there is no time for it, or it fails, records its name, and returns
+        the reason as `left_out` or `failed`.
+        """
         if self.seconds_left <= 0:
             self.skipped_parts.append(name)
             return {"left_out": OUT_OF_TIME}
@@ -89,11 +100,13 @@ class GpuRun:
             return measure()
         except ProgramUnavailableError as error:
             reason = str(error)
+            # A program that is late because the budget ended counts as skipped, not as failed. The
+            # exit status stays 0.
             if self.seconds_left <= 0:
                 self.skipped_parts.append(name)
                 return {"left_out": reason}
         except jax.errors.JaxRuntimeError as error:
-            # one cell that does not fit the device is no reason to lose the others
+            # A cell that does not fit into the device's memory must not cost the others.
             reason = first_line(error)
         self.failed_parts.append(name)
         self.print_line(f"{name} FAILED: {reason}")
@@ -101,22 +114,23 @@ class GpuRun:
 
     @property
     def peak_bandwidth(self) -> float | None:
-        """Bytes a second that section 0 measured; None if it was not."""
+        """Bytes per second as measured by section 0, None if it was not measured."""
+        # Read from the results, so that a later call can use what an earlier one measured.
         return self.results.get_section(0).get("bytes_per_s")
 
     @property
     def peak_flops(self) -> float | None:
-        """Operations a second of products that section 0 measured; None if it was not."""
+        """Operations per second of products as measured by section 0, None if not measured."""
         return self.results.get_section(0).get("flops_per_s")
 
 
 class Section(NamedTuple):
-    """A section: its programs, and how it is measured."""
+    """Section of the benchmark: its programs and its measurement."""
 
     recipes: Callable[[GpuPlan], Sequence[Recipe]]
     measure: Callable[[GpuRun], dict[str, Any]]
-    """Prints its table and returns its numbers."""
+    """Measures the section, prints its table and returns its numbers."""
 
 
 NOT_APPLICABLE = "needs a GPU: not applicable here"
-"""Of parts that a CPU does not have."""
+"""Result of parts that need a GPU, on a CPU."""

@@ -1,5 +1,7 @@
-"""The start: JAX on one device, or the compiler for a card that is not here, and a folder of
-programs for it."""
+"""Start of `bench gpu`.
+
+Starts JAX on one device, or the compiler for an absent card, and opens folders of programs.
+"""
 
 import os
 from pathlib import Path
@@ -26,19 +28,25 @@ from jaxspec.inputs.checked import require
 from jaxspec.processes.devices import count_devices, prepare_devices
 from jaxspec.storage.cache import cache_folder
 
+# `sections/alone.py` runs a second process on the same card, which needs the rest.
 MEMORY_SHARE = "0.90"
-"""Of the card's memory, which this process takes at once; the process of `alone` needs some."""
+"""Fraction of the card's memory that this process reserves at its start."""
 
 
 def open_plan(options: GpuOptions) -> tuple[GpuPlan, str]:
-    """Starts JAX on the device of this machine; also returns the driver's version.
+    """Starts JAX on the device of this machine.
+
+    Returns the plan and the driver's version.
 
     Raises:
-      ConfigError: the card or its driver is too old, or there is none for these sizes.
+      ConfigError: the card or its driver is too old, or these sizes need a card and there is none.
     """
+    # Checked first, so that a driver that is too old is not reported as a missing GPU.
     driver = require_driver()
+    # XLA reads the variable when JAX starts its backend. A value of the user's is kept.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
     prepare_devices(1)
+    # Starts the backend, and reports if that fails.
     count_devices()
     device = jax.devices()[0]
     require_card(device, options.size, driver)
@@ -46,10 +54,10 @@ def open_plan(options: GpuOptions) -> tuple[GpuPlan, str]:
 
 
 def open_compile_plan(options: GpuOptions) -> GpuPlan:
-    """Starts the compiler for the card that --hardware names.
+    """Starts the compiler for the card of --hardware.
 
     Raises:
-      ConfigError: there is no such card, or no compiler for it here.
+      ConfigError: the card is unknown, or its compiler is not installed.
     """
     if options.hardware == hardware.LOCAL_DEVICES:
         return open_plan(options)[0]
@@ -59,13 +67,14 @@ def open_compile_plan(options: GpuOptions) -> GpuPlan:
         f"--hardware {options.hardware}: the compiler for NVIDIA GPUs is not installed; install the"
         " extra `check` (it needs no GPU)",
     )
+    # The compiler works from a description of the card. A GPU of this machine stays unused.
     jax.config.update("jax_platforms", "cpu")
     prepare_devices(1)
     return _make_plan(options, hardware.topology_devices(card, 1)[0])
 
 
 def _make_plan(options: GpuOptions, device: Any) -> GpuPlan:
-    # where programs are written, none may come from the cache: not all of those can be serialized
+    # Programs to be written must not come from the cache, since not all of those can be serialized.
     uses_cache = device.platform == "gpu" and not options.prepare
     jax.config.update("jax_enable_compilation_cache", uses_cache)
     if uses_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -75,39 +84,44 @@ def _make_plan(options: GpuOptions, device: Any) -> GpuPlan:
 
 
 def program_target(plan: GpuPlan) -> ProgramTarget:
-    """All that the programs of a plan depend on."""
+    """Describes everything that the plan's programs depend on."""
     device_kind = plan.mesh.devices.flat[0].device_kind
-    # by its digest alone: a copy of the package, as on a lent card, does not know its version
+    # The code is identified by its digest alone. A copy of the package that is not installed, as on
+    # a borrowed card, has no version.
     return ProgramTarget(
         compiler_versions(), device_kind, code_digest(), plan.options.program_sizes
     )
 
 
 def open_program_folder(plan: GpuPlan, log: Log) -> ProgramFolder | None:
-    """Opens --programs; says why it cannot be used, and returns None then.
+    """Opens the folder of --programs.
+
+    Returns None without --programs. Also returns None, with a warning, if the programs were made
+    for another target or the manifest is damaged.
 
     Raises:
-      ConfigError: there is no such folder.
+      ConfigError: the folder does not exist.
     """
     if not plan.options.programs:
         return None
     folder = Path(plan.options.programs)
     require(
         folder.is_dir(),
-        f"--programs {folder} is no folder; make it with --prepare, or leave it out",
+        f"--programs {folder} is no folder; make one with --prepare, or omit --programs",
     )
     try:
         return ProgramFolder.open_existing(folder, program_target(plan))
     except UnusableProgramError as error:
+        # Without the folder all programs are compiled here, as the message says.
         log(f"warning: {error}")
         return None
 
 
 def create_program_folder(plan: GpuPlan) -> ProgramFolder:
-    """Opens --prepare to write to.
+    """Opens the folder of --prepare for writing. Creates it if necessary.
 
     Raises:
-      SaveError: it cannot be written to.
+      SaveError: the folder cannot be written to.
     """
     folder = Path(plan.options.prepare)
     require_writable(folder)

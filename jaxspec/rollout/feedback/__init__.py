@@ -1,1 +1,1 @@
-"""What generation measures of itself: acceptance, and draft lengths chosen by it."""
+"""Measured acceptance, and draft lengths chosen by it."""

@@ -1,5 +1,7 @@
-"""How far a draft covers the target: measured in every round, summed for each row, and told as
-metrics."""
+"""Statistics of speculation.
+
+They are measured in every round, summed for each row, and reported as metrics.
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,21 +13,27 @@ from jaxspec.rollout.verify import Verdict
 from jaxspec.state import Statistics
 
 QUARTERS = 4
-"""Parts of the longest response for which acceptance is told."""
+"""Parts of the maximum response length with separate acceptance metrics."""
 
 
 class DraftOverlap(NamedTuple):
-    """How a draft covers the target at each depth: the sum of min(target, draft)."""
+    """Overlap of target and draft at each depth.
+
+    Overlap is the sum of min(target, draft) over the vocabulary.
+    """
 
     overlap: Float[Array, "B K"]
+    """Overlap at the temperature that drafts were sampled at."""
     overlap_by_factor: Float[Array, "n K F"]
+    """Overlap at each factor of the grid, in the measured slots."""
     draft_entropy: Float[Array, "B K"]
+    """Entropy of the draft in nats."""
 
 
 def init_statistics(
     row_count: int, group_size: int, draft_length: int, factor_count: int, dtype: Any
 ) -> Statistics:
-    """Zeros."""
+    """Returns statistics of zero rounds."""
     by_row, by_depth = (
         jnp.zeros((row_count,), jnp.int32),
         jnp.zeros((row_count, draft_length), jnp.int32),
@@ -57,11 +65,23 @@ def count_round(
     measured_slots: slice | Int[Array, " m"],
     quarter: Int[Array, " B"],
 ) -> Statistics:
-    """Counts one round, in which each running slot was offered `draft_counts` drafts and kept
-    `token_counts` new tokens; `quarter` is that of the longest response in which it began."""
+    """Counts one round of all slots.
+
+    Args:
+      running: slots with a running row.
+      verdict: result of verification.
+      draft_counts: number of valid drafts.
+      draft_overlap: overlap of target and draft.
+      entropy: entropy of the target at each position, in nats.
+      token_counts: number of tokens that the row keeps of the block.
+      measured_slots: slots of `draft_overlap.overlap_by_factor`.
+      quarter: quarter of the maximum response length that the round starts in.
+    """
     depths = jnp.arange(1, draft_overlap.overlap.shape[1] + 1, dtype=jnp.int32)
     has_draft = running[:, None] & (depths <= draft_counts[:, None])
-    reached = has_draft & (depths <= token_counts[:, None])  # what stands before it was kept
+    # All tokens before the draft were kept. Drafts beyond the cut follow another text.
+    reached = has_draft & (depths <= token_counts[:, None])
+    # The end of a row may cut accepted drafts.
     accepted = depths <= jnp.minimum(verdict.accepted, token_counts)[:, None]
     is_committed = jnp.arange(entropy.shape[1], dtype=jnp.int32) < token_counts[:, None]
     zeros = jnp.zeros_like(token_counts)
@@ -91,10 +111,16 @@ def acceptance_metrics(
     factor_index: Int[Array, " K"],
     grid: tuple[float, ...],
 ) -> dict[str, Num[Array, ""]]:
-    """What speculation did, over all rows of `statistics`, which hold `tokens` response tokens.
+    """Returns metrics of speculation over all rows.
 
-    Rates by depth are unconditional (of the rounds with a draft) or conditional (of those that kept
-    every draft before); `factor_index` are the draft temperatures of `grid` that were used.
+    Acceptance rates by depth are over all rounds with a draft. Conditional rates are over rounds
+    that kept every draft before.
+
+    Args:
+      statistics: statistics of each row.
+      tokens: number of response tokens of all rows.
+      factor_index: index in `grid` of the temperature factor at each depth.
+      grid: draft temperature factors.
     """
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0).astype(jnp.float32), statistics)
 
@@ -108,13 +134,14 @@ def acceptance_metrics(
         "draft_entropy": divide(total.draft_entropy, total.reached),
         "draft_temperature": jnp.asarray(grid, jnp.float32)[factor_index],
     }
-    # no number where no round began, or none had a draft
+    # NaN for a quarter in which no round with a draft started.
     by_quarter = total.quarter_tokens / jnp.where(
         total.quarter_rounds > 0, total.quarter_rounds, jnp.nan
     )
     draft_rounds, generated = jnp.sum(total.draft_rounds[:1]), tokens.astype(jnp.float32)
     return {
         "rollout/tokens_per_target_pass": divide(generated, total.rounds),
+        # Without drafts each round keeps one token.
         "rollout/acceptance_length": jnp.where(
             draft_rounds > 0, divide(jnp.sum(total.quarter_tokens), draft_rounds), 1
         ),

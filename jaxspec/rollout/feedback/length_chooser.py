@@ -1,9 +1,11 @@
-"""How many tokens the next round drafts: the length of most expected tokens a second, by what was
-accepted so far and a cost table.
+"""Choice of the draft length of each round.
 
-Chosen before anything is drafted, from earlier rounds only, by the same arithmetic on every
-process: sampling stays exact, and `tensor` peers agree. Now and then the next longer draft is
-tried, for at most `EXPLORATION_SHARE` of the seconds that the best rounds took.
+A round takes the length with the most expected tokens per second. The expectation comes from the
+acceptance so far, and the seconds from a table of round costs. Sometimes a round tries the next
+longer draft, for at most `EXPLORATION_SHARE` of the seconds of the best rounds.
+
+A length is chosen before the round drafts and depends on earlier rounds only, so sampling stays
+exact. All processes compute the same choice, so `tensor` peers agree.
 """
 
 from typing import Any, NamedTuple
@@ -19,27 +21,30 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.state import RUNNING, AcceptanceEstimate, LengthChooser, Statistics
 
 MAX_LOOPS = 3
-"""Loops of ever fewer slots that a cost table has room for."""
+"""Maximum number of loops, of fewer slots each, in a cost table."""
 EXPLORATION_SHARE = 0.01
-"""Seconds that trying longer drafts may cost, over those of the rounds that seemed best."""
+"""Seconds that trying longer drafts may cost, as a share of the seconds of the best rounds."""
+# Draft and policy change from call to call, so earlier calls count less.
 DECAY = 0.5
-"""Weight of what was known before each call in which drafts were offered: draft and policy move."""
+"""Weight of the earlier estimate after each call that offered drafts."""
+# Other work of the machine may slow the first timing.
 TIMINGS_PER_COST = 3
-"""Times that a cost is timed in real work: the first may meet other work of the machine."""
+"""Number of timings of each cost in real work."""
 PRIOR_RATE, PRIOR_DRAFTS = 0.8, 1.0
-"""Conditional acceptance of a draft of which nothing is known, and how many drafts' word that is
-worth."""
+"""Prior conditional acceptance rate of a draft, and the number of drafts that it counts as."""
 
 
 def context_buckets(max_length: int) -> tuple[int, ...]:
-    """Last position of each context bucket: four times as long as the one before, and the longest
-    there can be."""
+    """Returns the last position of each context bucket.
+
+    Each bucket is four times as long as the one before. The last one ends at `max_length`.
+    """
     bucket_ends = [BLOCK * 4**power for power in range(12) if BLOCK * 4**power < max_length]
     return (*bucket_ends, max_length)
 
 
 def init_chooser(lengths: tuple[int, ...], max_length: int) -> LengthChooser:
-    """Nothing known of rows of up to `longest` tokens: no cost, and no draft ever offered."""
+    """Returns a chooser without costs or acceptance, for rows of up to `max_length` tokens."""
     zeros = jnp.zeros((lengths[-1],), jnp.float32)
     estimate = AcceptanceEstimate(
         reached=zeros, accepted=zeros, seconds_to_lose=jnp.zeros((), jnp.float32)
@@ -53,15 +58,15 @@ def init_chooser(lengths: tuple[int, ...], max_length: int) -> LengthChooser:
 
 
 def update_chooser(chooser: LengthChooser, statistics: Statistics) -> LengthChooser:
-    """Adds a call, over all rows of the mesh."""
+    """Updates the chooser with the statistics of all rows of a call."""
     previous = chooser.acceptance
     reached, accepted = (
         jnp.sum(leaf, axis=0, dtype=jnp.float32)
         for leaf in (statistics.reached, statistics.accepted)
     )
     has_drafts = reached[0] > 0
-    # A call that drafted has spent what there was; plain rounds earn, as many as a row took on
-    # average, which is fewer than its shard's.
+    # A call that drafted has used its budget up. Plain rounds earn budget for the next call. Their
+    # number is the mean over rows, which is less than the number of rounds of a shard.
     plain_rounds = jnp.mean((statistics.rounds - statistics.draft_rounds[:, 0]).astype(jnp.float32))
     estimate = AcceptanceEstimate(
         reached=jnp.where(has_drafts, DECAY * previous.reached + reached, previous.reached),
@@ -77,11 +82,12 @@ def update_chooser(chooser: LengthChooser, statistics: Statistics) -> LengthChoo
 
 
 def expected_tokens(estimate: AcceptanceEstimate, lengths: tuple[int, ...]) -> Float[Array, " A"]:
-    """Tokens a round of each length is expected to keep, its next_token included.
+    """Returns the expected tokens of a round of each length.
 
-    Depths never reached are taken to do as well as the one before: a length is tried when that
-    would make it pay.
+    The next token counts too.
     """
+    # The prior of a depth is the rate of the depth before. A length that was never tried is thus
+    # tried if it would pay at that rate.
     rates, rate = [], jnp.float32(PRIOR_RATE)
     for depth in range(estimate.accepted.shape[0]):
         rate = (estimate.accepted[depth] + PRIOR_DRAFTS * rate) / (
@@ -95,29 +101,31 @@ def expected_tokens(estimate: AcceptanceEstimate, lengths: tuple[int, ...]) -> F
 
 
 class LengthChoice(NamedTuple):
-    """What the next round drafts, by what is known before it and nothing else: where a slice of
-    generation ends must not matter."""
+    """Draft length of the next round.
+
+    It does not depend on where slices of generation end.
+    """
 
     length_index: Int[Array, ""]
-    """In the lengths, ascending: the best, or the next longer one when there are seconds to lose
-    on it."""
+    """Index of the best length, or of the next longer one if the budget suffices."""
     seconds_to_lose: Float[Array, ""]
-    """What is left of them once the round is made: earned by the best, spent by the longer one."""
+    """Budget after the round. The best length adds to it, and the longer one uses it."""
 
 
 def choose_length(
     estimate: AcceptanceEstimate, cost: Float[Array, " A"], lengths: tuple[int, ...]
 ) -> LengthChoice:
-    """The length of the next round.
+    """Chooses the length of the next round.
 
     Args:
-      estimate: of the draft's acceptance so far.
-      cost: seconds of a round of each length, at the slots and the context of the next one.
-      lengths: that are compiled, ascending.
+      estimate: acceptance of the draft so far.
+      cost: seconds of a round of each length, at the slots and context of the next round.
+      lengths: compiled lengths, ascending.
     """
     best = jnp.argmax(expected_tokens(estimate, lengths) / cost).astype(jnp.int32)
     longer = jnp.minimum(best + 1, len(lengths) - 1)
-    extra_seconds = jnp.maximum(cost[longer] - cost[best], 0)  # as if it kept no more than the best
+    # At worst the longer draft keeps no more tokens than the best length.
+    extra_seconds = jnp.maximum(cost[longer] - cost[best], 0)
     tries_longer = (longer > best) & (estimate.seconds_to_lose >= extra_seconds)
     seconds_left = jnp.where(
         tries_longer,
@@ -131,21 +139,30 @@ def choose_length(
 
 
 class TimedCosts:
-    """A cost table that seconds of real calls correct, on the host.
+    """Cost table on the host, corrected by timings of real calls.
 
-    Costs that were not timed follow those of the same length. A length that was never timed
-    follows every other: predictions are better in ratios than in seconds.
+    Costs without a timing are scaled with timings of the same length. A length without any timing
+    is scaled with those of other lengths.
     """
 
     def __init__(self, table: Float[np.ndarray, "A S C"], final: bool = False) -> None:
-        """`final`: it was timed already, and no cost is due."""
+        """Creates the table.
+
+        Args:
+          table: seconds of a round, by length, loop and context.
+          final: whether all costs are timed already.
+        """
         self.table = np.array(table, np.float32)
         self._calls: np.ndarray = np.full(table.shape, TIMINGS_PER_COST if final else 0)
         self._short = np.full(table.shape, np.inf)
         self._long = np.full(table.shape, np.inf)
 
     def next_length_index(self, loop: int, context: int, retime: bool = True) -> int | None:
-        """Place of the length to time there next. With `retime`, also one that was timed before."""
+        """Returns the index of the length to time next, or None.
+
+        Without `retime`, only lengths that were never timed. Otherwise each up to
+        `TIMINGS_PER_COST` times.
+        """
         calls = self._calls[:, loop, context]
         length_index = int(np.argmin(calls))
         return length_index if calls[length_index] < (TIMINGS_PER_COST if retime else 1) else None
@@ -153,19 +170,22 @@ class TimedCosts:
     def add_timing(
         self, index: tuple[int, int, int], short_seconds: float, long_seconds: float, rounds: int
     ) -> None:
-        """Takes the seconds of two calls at a place of the table.
+        """Adds a timing of one cost, made of two calls.
 
         Args:
-          index: places of the length, the loop and the context.
+          index: index of the length, the loop and the context.
           short_seconds: seconds of the call of fewer rounds.
-          long_seconds: seconds of the call of more rounds, none of them the first of its length.
-          rounds: that the longer call makes more.
+          long_seconds: seconds of the call of more rounds. None of its rounds may be the first of
+            its length.
+          rounds: number of rounds that the longer call has more.
         """
-        # others' work only ever adds
+        # Other work of the machine only adds time, so the minimum is the best estimate.
         short_seconds = self._short[index] = min(short_seconds, self._short[index])
         long_seconds = self._long[index] = min(long_seconds, self._long[index])
         seconds = round_seconds(short_seconds, long_seconds, rounds)
         other_timed = (self._calls > 0).any(axis=(1, 2)) & (np.arange(len(self._calls)) != index[0])
+        # Predictions are better as ratios than as seconds, so costs without a timing are scaled by
+        # the same factor.
         follows = (self._calls == 0) & ~other_timed[:, None, None]
         self.table *= np.where(follows, np.float32(seconds / self.table[index]), np.float32(1))
         self.table[index] = seconds
@@ -173,13 +193,16 @@ class TimedCosts:
 
     @property
     def has_all_lengths(self) -> bool:
-        """Whether every length was timed somewhere."""
+        """Whether every length has a timing."""
         return bool((self._calls > 0).any(axis=(1, 2)).all())
 
 
 def round_seconds(short_seconds: float, long_seconds: float, rounds: int) -> float:
-    """Seconds of a round, by those of two calls of which the longer makes `rounds` more."""
-    # where they are as long, a round is less than what calls differ by
+    """Returns the seconds of a round, from two calls.
+
+    The longer call has `rounds` rounds more.
+    """
+    # If the longer call was not slower, a round takes less than the noise of the timings.
     return (
         (long_seconds - short_seconds) / rounds
         if long_seconds > short_seconds
@@ -188,7 +211,7 @@ def round_seconds(short_seconds: float, long_seconds: float, rounds: int) -> flo
 
 
 def single_length_cost(shape: tuple[int, ...], length_index: int) -> np.ndarray:
-    """Costs by which every round has one length."""
+    """Returns costs that make every round choose one length."""
     cost = np.full(shape, 1e6, np.float32)
     cost[length_index] = 1e-6
     return cost
@@ -201,10 +224,15 @@ def summarize_load(
     waiting: Bool[Array, " R"],
     shards: int,
 ) -> Int[Array, " 3"]:
-    """Rows left on the shard with most, the longest row in a slot, and whether one was evicted."""
+    """Returns the load of the shards.
+
+    The first number is the running rows of the shard with the most. The second is the tokens of the
+    longest row in a slot. The third is 1 if a row was evicted and waits, else 0.
+    """
     running = status == RUNNING
     most_rows = jnp.max(jnp.sum(running.reshape(shards, -1), axis=1, dtype=jnp.int32))
     longest = jnp.max(jnp.where(running & ~waiting, lengths, 0))
+    # A row that waits with tokens had a slot before.
     has_evicted = jnp.any(running & waiting & (lengths > prompt_lengths))
     return jnp.stack([most_rows, longest, has_evicted.astype(jnp.int32)])
 
@@ -217,20 +245,21 @@ def predict_costs(
     slots: tuple[int, ...],
     max_length: int,
 ) -> np.ndarray:
-    """Predicts seconds of a round by draft length, number of slots and context.
+    """Predicts seconds of a round, by draft length, slots and context.
 
     Args:
-      devices: that generate the rows of a shard.
-      target: the policy as generation reads it, or its shapes.
-      network: of the draft, likewise.
-      lengths: among which rounds choose.
-      slots: of each loop, most first.
-      max_length: tokens of the longest row.
+      devices: devices that generate the rows of a shard.
+      target: policy in the rollout layout, or its shapes.
+      network: network of the draft, or its shapes.
+      lengths: draft lengths that rounds choose from.
+      slots: slots of each loop, descending.
+      max_length: maximum tokens of a row.
     """
     policy = _network_sizes(target)
     draft = _network_sizes(network, policy.head_bytes)
+    # Missing loops repeat the last one.
     slot_counts = (*slots, *slots[-1:] * MAX_LOOPS)[:MAX_LOOPS]
-    # a small model has yet to read two tokens before it drafts, a head the block of a round
+    # Before it drafts, a small model reads two tokens, and a head the block of a round.
     read_tokens = [2 if isinstance(network, Decoder) else length + 1 for length in lengths]
 
     def predict_seconds(length_index: int, rows: int, context: int) -> float:
@@ -252,13 +281,16 @@ def predict_costs(
 
 
 def _network_sizes(network: Any, target_head: int = 0) -> NetworkSizes:
-    """Sizes of a pass through a decoder or a draft, by the shapes of its weights."""
+    """Returns the sizes of a pass through a network, from the shapes of its weights.
+
+    `target_head` is the head's bytes of a network that uses the target's head.
+    """
     config, depth = network.config, getattr(network, "depth", 1)
     size = {"layers": 0, "experts": 0, "head": 0, "embedding": 0}
     width = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(network):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            continue  # ids of a draft's own vocabulary
+            continue  # Ids of a draft's own vocabulary.
         path_names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         weight_group = next(
             (name for name in path_names if name in ("head", "embedding")), "layers"
@@ -270,7 +302,7 @@ def _network_sizes(network: Any, target_head: int = 0) -> NetworkSizes:
         size[size_key] += leaf.size * width
     layers, family = config.layers // depth, config.family
     is_tied = isinstance(network, Decoder) and network.head is None
-    # an embedding that is not the head is read for a few tokens alone
+    # An embedding that is not the head is read for a few tokens only, and does not count.
     head_bytes = size["embedding"] if is_tied else size["head"] or target_head
     return NetworkSizes(
         layer_count=layers,

@@ -1,1 +1,1 @@
-"""Target and draft compared over the vocabulary: the plain form, and its fast twin."""
+"""Comparison of target and draft over the vocabulary, in a plain and a fast form."""

@@ -1,4 +1,4 @@
-"""The interface of verification: a block to verify, and the answers of either form."""
+"""Interface of both forms of verification."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,42 +12,50 @@ from jaxspec.sampling import Processing
 
 
 class Block(NamedTuple):
-    """K drafts of each row, and the target's logits at the K+1 positions."""
+    """Block of K drafts per row to verify."""
 
     logits: Float[Array, "B K1 V"]
+    """Logits of the target at the K+1 positions."""
     proposal: Proposal
-    """Without logits, the drafted tokens count as certain."""
+    """Draft tokens. Without logits, they count as deterministic."""
     response_positions: Int[Array, "B K1"]
-    """Response tokens before each position."""
+    """Number of response tokens before each position."""
     processing: Processing
-    """The target's, and with `factors` the draft's."""
+    """Logit processing of the target, and with `factors` of the draft."""
     factors: Float[Array, " K"] | float
-    """On the temperature, at which the drafts were drawn."""
+    """Temperature factor that each draft was sampled at."""
+    # A pass over the vocabulary for each would cost as much as a step of a small model, so only
+    # some slots are measured.
     grid: tuple[float, ...]
-    """Factors to measure, in some slots only: a pass over the vocabulary for each would cost as
-    much as a step of a small model. `factors` are among them."""
+    """Temperature factors to measure. It includes `factors`."""
     measured_slots: slice | Int[Array, " m"]
-    """These slots."""
+    """Slots in which the grid is measured."""
 
 
 class BlockComparison(NamedTuple):
-    """Target and draft of a block, compared."""
+    """Result of comparing target and draft of a block."""
 
     distributions: Distributions
     finite: Bool[Array, "B K1"]
-    """Whether the target can be verified and sampled from."""
+    """Whether the target is finite, so that it can be verified and sampled from."""
     logprobs: Callable[[Int[Array, "B K1"]], Float[Array, "B K1"]]
-    """The target's log-probabilities of tokens."""
+    """(tokens) -> their log-probabilities under the target."""
     entropy: Float[Array, "B K1"]
-    """The target's."""
+    """Entropy of the target in nats."""
     draft_overlap: DraftOverlap
 
 
 class Verification(NamedTuple):
-    """How drafts are drawn and compared; both functions take the same distributions of them."""
+    """A form of verification.
+
+    Both functions must use the same draft distributions.
+    """
 
     name: str
     draw_drafts: Callable[..., Int[Array, " B"]]
-    """(draft logits [B W], their ids, the target's vocabulary, processing, response_positions,
-    factor, may_be_zero, noise) -> tokens."""
+    """(draft logits [B W], ids, vocab, processing, response_positions, factor, may_be_zero, noise)
+    -> tokens.
+
+    `ids` are the target's ids of the logits' tokens, and `vocab` is the target's vocabulary size.
+    """
     compare_block: Callable[[Block], BlockComparison]

@@ -1,13 +1,16 @@
-"""The fast form of verification: three passes over the vocabulary, which hold no array of it.
+"""Fast form of verification.
 
-1. Each distribution's summary: its largest logit, its sum of exponentials, and its entropy.
+It makes three passes over the vocabulary, and holds no array over it:
+
+1. The summary of each distribution: its largest logit, sum of exponentials, and entropy.
 2. Overlaps and residuals of target and draft, over the draft's own vocabulary.
-3. The token after the cut, at that one position of a row.
+3. The draw of the token after the cut, at one position per row.
 
-Everything between is computed element by element inside each pass. The form is for processing that
-does the same, without top-k, top-p, min-p or temperature 0. The plain form is its twin: of given
-drafts it keeps and draws the same tokens, but for rounding. Drafts from a vocabulary of their own
-are other draws of the same distribution.
+All other work is element-wise inside these passes. The processing must be element-wise too, hence
+without top-k, top-p, min-p or temperature 0.
+
+For given drafts, it keeps and draws the same tokens as the plain form, up to rounding. Drafts from
+a smaller vocabulary are other samples of the same distribution.
 """
 
 from typing import NamedTuple
@@ -24,7 +27,7 @@ from jaxspec.sampling import Noise, Processing, Uniforms
 
 
 def is_supported(processing: Processing) -> bool:
-    """Whether each logit is processed by itself."""
+    """Returns whether each logit is processed independently of the others."""
     truncates = processing.top_k > 0 or processing.top_p < 1 or processing.min_p > 0
     return not truncates and processing.temperature > 0
 
@@ -39,7 +42,7 @@ def draw_drafts(
     may_be_zero: bool,
     noise: Noise,
 ) -> Int[Array, " B"]:
-    """Draws drafts among the draft's own tokens."""
+    """Draws drafts from the draft's own vocabulary."""
     promoted_logits = sampling.promote_logits(logits)
     indices = sampling.categorical(
         sampling.process_logits(
@@ -56,21 +59,27 @@ def draw_drafts(
 
 
 class _Summaries(NamedTuple):
-    """Summaries of each distribution; log-probabilities follow from them and the logits."""
+    """Summaries of target and draft.
+
+    With the logits, they give all log-probabilities.
+    """
 
     ids: Int[Array, " W"] | None
-    """The draft's vocabulary; None: the target's."""
+    """The target's ids of the draft's vocabulary. None if the draft has the target's vocabulary."""
     draft_indices: Int[Array, " V"] | None
-    """The place of each of the target's tokens in it, or -1."""
+    """Index of each token of the target in the draft's vocabulary, or -1."""
     target: Summary
     outside_mass: Float[Array, "B K1"]
-    """The target's mass outside the draft's vocabulary."""
+    """Mass of the target outside the draft's vocabulary."""
     draft: Summary | None
-    """None: nothing was drawn."""
+    """None for deterministic drafts."""
 
 
 def compare_block(block: Block) -> BlockComparison:
-    """Compares target and draft by their summaries; a draft gone NaN covers nothing."""
+    """Compares target and draft by their summaries.
+
+    A draft that is NaN has an overlap of 0.
+    """
     ids, vocab = block.proposal.ids, block.logits.shape[-1]
     draft_indices = None if ids is None else _index_draft_tokens(ids, vocab)
     target, moments = summarize(
@@ -99,8 +108,9 @@ FUSED = Verification("fused", draw_drafts, compare_block)
 
 
 def _index_draft_tokens(ids: Int[Array, " W"], vocab: int) -> Int[Array, " V"]:
-    """The place of each token among `ids`, or -1."""
+    """Returns the index of each token in `ids`, or -1."""
     indices = jnp.arange(len(ids), dtype=jnp.int32)
+    # `ids` are ascending.
     no_indices = jnp.full((vocab,), -1, jnp.int32)
     return no_indices.at[ids].set(indices, indices_are_sorted=True, unique_indices=True)
 
@@ -114,33 +124,34 @@ def _mask_logits(
     response_positions: Int[Array, "*B"],
     ids: Int[Array, "*#B N"] | None,
 ) -> Float[Array, "*B N"]:
-    """Logits without the excluded tokens, before the temperature."""
+    """Masks excluded tokens, before the temperature is applied."""
+    # The summary divides by the temperature.
     untempered = block.processing._replace(temperature=1.0)
     return sampling.process_logits(logits, untempered, response_positions, ids=ids)
 
 
 def _draft_logits(block: Block, ids: Int[Array, " W"] | None) -> Float[Array, "B K W"]:
-    """The draft's over its own tokens."""
-    assert block.proposal.logits is not None, "drafts are compared with what they were drawn from"
+    """Returns the draft's masked logits over its own vocabulary."""
+    assert block.proposal.logits is not None, "only drafts with logits have distributions"
     logits = sampling.promote_logits(block.proposal.logits)
     return _mask_logits(block, logits, block.response_positions[:, : logits.shape[1]], ids)
 
 
 def _draft_logprobs(block: Block, summaries: _Summaries) -> Float[Array, "B K W"]:
-    """The draft's over its own tokens."""
+    """Returns the draft's log-probabilities over its own vocabulary."""
     logits = _draft_logits(block, summaries.ids)
     return logprobs_from_summary(_require_draft(summaries), logits, 0.0 in block.grid)
 
 
 def _require_draft(summaries: _Summaries) -> Summary:
-    assert summaries.draft is not None, "drafts are compared with what they were drawn from"
+    assert summaries.draft is not None, "only drafts with logits have distributions"
     return summaries.draft
 
 
 def _token_logprobs(
     block: Block, summaries: _Summaries, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """The target's log-probability of one token at each of the first positions."""
+    """Returns the target's log-probability of one token at each of the first positions."""
     positions, token_ids = slice(tokens.shape[1]), tokens[:, :, None]
     logits = jnp.take_along_axis(block.logits[:, positions], token_ids, axis=2)
     masked = _mask_logits(block, logits, block.response_positions[:, positions], token_ids)
@@ -152,7 +163,7 @@ def _token_logprobs(
 def _target_logprobs(
     block: Block, summaries: _Summaries, rows: slice | Int[Array, " m"]
 ) -> Float[Array, "b K W"]:
-    """The target's over the draft's tokens, at each draft of some rows."""
+    """Returns the target's log-probabilities over the draft's vocabulary."""
     ids, positions = summaries.ids, slice(block.proposal.tokens.shape[1])
     logits = block.logits[rows][:, positions]
     masked = _mask_logits(
@@ -172,7 +183,8 @@ def _target_logprobs(
 def _compare_drafts(
     block: Block, summaries: _Summaries, entropy: Float[Array, "B K"]
 ) -> DraftOverlap:
-    """How much of the target the draft covers."""
+    """Returns the overlap of target and draft at each draft."""
+    # All mass of a deterministic draft is on its token, so the overlap is the target's probability.
     if summaries.draft is None:
         overlap = jnp.exp(_token_logprobs(block, summaries, block.proposal.tokens))
         repeated_overlap = jnp.repeat(
@@ -197,7 +209,7 @@ def _compute_overlap(
 
 
 def _overlap_by_factor(block: Block, summaries: _Summaries) -> Float[Array, "m K F"]:
-    """The overlap at all factors of the grid, in the measured slots."""
+    """Returns the overlap at all factors of the grid, in the measured slots."""
     rows, may_be_zero = block.measured_slots, 0.0 in block.grid
 
     def add_factor_axis(values: Float[Array, "m K *W"]) -> Float[Array, "m K F *W"]:
@@ -213,7 +225,7 @@ def _overlap_by_factor(block: Block, summaries: _Summaries) -> Float[Array, "m K
     )
 
 
-# ---- the questions of rules
+# ---- distributions
 
 
 def _make_distributions(block: Block, summaries: _Summaries) -> Distributions:
@@ -229,7 +241,7 @@ def _make_distributions(block: Block, summaries: _Summaries) -> Distributions:
         )[:, :, None]
         draft_logits = _draft_logits(block, summaries.ids)
         logits = jnp.take_along_axis(draft_logits, jnp.maximum(indices, 0), axis=2)
-        # a draft is never a token that it does not have
+        # A token outside the draft's vocabulary has draft probability 0.
         logprobs = jnp.where(
             indices < 0,
             -jnp.inf,
@@ -238,7 +250,8 @@ def _make_distributions(block: Block, summaries: _Summaries) -> Distributions:
         return _token_logprobs(block, summaries, draft_tokens), logprobs[:, :, 0]
 
     def residual_mass(log_weights: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        # At the first draft, too: of that shape, it is in one pass with the overlap.
+        # Includes the first draft, which is not needed. With the same shape as the overlap, both
+        # are computed in one pass.
         weights = jnp.pad(log_weights, ((0, 0), (1, 0)))[:, :length]
         target = weights[:, :, None] + _target_logprobs(block, summaries, slice(None))
         residual = jnp.maximum(jnp.exp(target) - jnp.exp(_draft_logprobs(block, summaries)), 0)
@@ -262,8 +275,8 @@ def _make_distributions(block: Block, summaries: _Summaries) -> Distributions:
         if isinstance(noise, Uniforms):
             weights = residual(), target()
             return sampling.draw_from_either(*weights, rejected, noise, (residual, target))
-        # Where weighted target and draft agree to rounding, a cut has probability about 0 and the
-        # residual may vanish.
+        # If weighted target and draft agree up to rounding, a cut has probability about 0, and the
+        # residual may be zero everywhere.
         residual_weights = residual()
         from_residual = rejected[:, None] & jnp.any(residual_weights > 0, axis=-1, keepdims=True)
         return sampling.categorical(
@@ -289,7 +302,10 @@ def _make_distributions(block: Block, summaries: _Summaries) -> Distributions:
 def _target_logprobs_at(
     block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"] | None
 ) -> Float[Array, "B N"]:
-    """The target's log-probabilities of tokens, at one position of each row; None: of all."""
+    """Returns the target's log-probabilities at one position per row.
+
+    They are those of `tokens`, or of all tokens if None.
+    """
     rows = jnp.arange(len(cut), dtype=jnp.int32)
     logits = (
         block.logits[rows, cut]
@@ -303,15 +319,19 @@ def _target_logprobs_at(
 def _draft_probs_at(
     block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"] | None
 ) -> Float[Array, "B N"]:
-    """The draft's probabilities of tokens, at one draft of each row; beyond the last one, nothing
-    that is used."""
-    assert block.proposal.logits is not None, "a draft that was drawn has logits"
+    """Returns the draft's probabilities at one position per row.
+
+    They are those of `tokens`, or of all tokens if None.
+    """
+    assert block.proposal.logits is not None, "only drafts with logits have distributions"
     rows = jnp.arange(len(cut), dtype=jnp.int32)
+    # After the last draft nothing is rejected, and the values are not used.
     depth = jnp.minimum(cut, block.proposal.tokens.shape[1] - 1)
     if summaries.draft_indices is None:
         indices = tokens
     else:
         indices = summaries.draft_indices if tokens is None else summaries.draft_indices[tokens]
+    # Clipped so that the gather is valid. The last line sets tokens outside to 0.
     clipped_indices = None if indices is None else jnp.maximum(indices, 0)
     logits = block.proposal.logits
     if tokens is not None:

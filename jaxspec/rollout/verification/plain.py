@@ -1,4 +1,7 @@
-"""The plain form of verification: log-probabilities of all tokens, held while they are compared."""
+"""Plain form of verification.
+
+It holds the log-probabilities of all tokens of the vocabulary.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -20,7 +23,7 @@ def draw_drafts(
     may_be_zero: bool,
     noise: Noise,
 ) -> Int[Array, " B"]:
-    """Draws drafts from their logits over the whole vocabulary."""
+    """Draws drafts from their logits over the target's vocabulary."""
     full_logits = sampling.scatter_to_vocabulary(sampling.promote_logits(logits), ids, vocab)
     return sampling.categorical(
         sampling.process_logits(
@@ -31,15 +34,18 @@ def draw_drafts(
 
 
 def compare_block(block: Block) -> BlockComparison:
-    """Compares all log-probabilities; a draft gone NaN covers nothing."""
+    """Compares target and draft by their log-probabilities.
+
+    A draft that is NaN has an overlap of 0.
+    """
     target_logprobs = sampling.compute_logprobs(
         block.logits, block.processing, block.response_positions
     )
     draft_logprobs, draft_overlap = _compare_drafts(block, target_logprobs)
     return BlockComparison(
         distributions=make_distributions(target_logprobs, draft_logprobs),
-        # A distribution without a possible token, or with a logit that overflows, is NaN at every
-        # token.
+        # A distribution without a possible token, or with a logit that overflows, is NaN at all
+        # tokens, so one token is checked.
         finite=jnp.isfinite(block.logits).all(axis=-1) & ~jnp.isnan(target_logprobs[:, :, 0]),
         logprobs=lambda tokens: _pick_tokens(target_logprobs, tokens),
         entropy=sampling.entropy(target_logprobs),
@@ -53,10 +59,13 @@ PLAIN = Verification("plain", draw_drafts, compare_block)
 def make_distributions(
     target_logprobs: Float[Array, "B K1 V"], draft_logprobs: Float[Array, "B K V"] | None
 ) -> Distributions:
-    """Distributions by their log-probabilities; without those of a draft, none can be rejected."""
+    """Builds the functions of `Distributions` from log-probabilities.
+
+    Without draft log-probabilities, only `draw_target` may be called.
+    """
 
     def require_draft() -> Float[Array, "B K V"]:
-        assert draft_logprobs is not None, "drafts are compared with what they were drawn from"
+        assert draft_logprobs is not None, "only drafts with logits have distributions"
         return draft_logprobs
 
     def draft_token_logprobs(
@@ -81,11 +90,11 @@ def make_distributions(
     ) -> Int[Array, " B"]:
         at_cut = accepted[:, None, None]
         target = jnp.take_along_axis(target_logprobs, at_cut, axis=1)[:, 0]
-        # beyond the last draft it is not used
+        # After the last draft it is clipped, and `rejected` is False.
         draft = jnp.take_along_axis(require_draft(), at_cut, axis=1, mode="clip")[:, 0]
         residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)
-        # Where weighted target and draft agree to rounding, a cut has probability about 0 and the
-        # residual may vanish.
+        # If weighted target and draft agree up to rounding, a cut has probability about 0, and the
+        # residual may be zero everywhere.
         from_residual = rejected[:, None] & (jnp.sum(residual, axis=-1, keepdims=True) > 0)
         return sampling.categorical(jnp.where(from_residual, jnp.log(residual), target), noise)
 
@@ -98,20 +107,21 @@ def make_distributions(
 
 
 def _pick_tokens(logprobs: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Log-probabilities of one token a position."""
+    """Returns the log-probability of one token per position."""
     return jnp.take_along_axis(logprobs, tokens[:, :, None], axis=2)[:, :, 0]
 
 
 def _compare_drafts(
     block: Block, target_logprobs: Float[Array, "B K1 V"]
 ) -> tuple[Float[Array, "B K V"] | None, DraftOverlap]:
-    """The draft's distributions, and how much of the target's they cover."""
+    """Returns the draft's log-probabilities, and its overlap with the target."""
     proposal, grid, measured_slots = block.proposal, block.grid, block.measured_slots
     length = proposal.tokens.shape[1]
     target_logprobs, response_positions = (
         target_logprobs[:, :length],
         block.response_positions[:, :length],
     )
+    # All mass of a deterministic draft is on its token, so the overlap is the target's probability.
     if proposal.logits is None:
         overlap = jnp.exp(_pick_tokens(target_logprobs, proposal.tokens))
         repeated_overlap = jnp.repeat(overlap[measured_slots][:, :, None], len(grid), axis=2)
@@ -135,10 +145,12 @@ def _compare_drafts(
         )
 
     draft_logprobs, overlap = compare_at_factor(block.factors, slice(None))
+    # A grid of one factor is the one of `factors`.
     by_factor = (
         [compare_at_factor(factor, measured_slots)[1] for factor in grid]
         if len(grid) > 1
         else [overlap[measured_slots]]
     )
+    # 0 for a draft that is NaN.
     entropy = jnp.nan_to_num(sampling.entropy(draft_logprobs))
     return draft_logprobs, DraftOverlap(overlap, jnp.stack(by_factor, axis=-1), entropy)

@@ -1,4 +1,7 @@
-"""Distributions as a few numbers, from which each of their log-probabilities follows."""
+"""Summaries of distributions.
+
+With a summary, any log-probability follows from its logit.
+"""
 
 import math
 from typing import NamedTuple
@@ -8,49 +11,57 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 PART_SIZE = 512
-"""Tokens whose weights are summed before those of other parts."""
+"""Tokens in each part of the vocabulary that is summed by itself."""
 
 
 class Summary(NamedTuple):
-    """Of softmax(logits / temperature); at temperature 0, all mass is on the largest logit."""
+    """Summary of softmax(logits / temperature).
+
+    At temperature 0, all mass is on the largest logit.
+    """
 
     temperature: Float[Array, "*B"]
     max_logit: Float[Array, "*B"]
-    """The largest of logits / temperature; at temperature 0, of the logits."""
+    """Largest of logits / temperature, or of the logits at temperature 0."""
     argmax: Int[Array, "*B"]
-    """Where it stands, the first time; 0 if no temperature can be 0."""
+    """First index of the largest logit. 0 if no temperature can be 0."""
     log_total: Float[Array, "*B"]
-    """Logarithm of the sum of exp(logits / temperature - largest). It is NaN where no token is
-    possible, or one overflows."""
+    """Logarithm of the sum of exp(logits / temperature - max_logit).
+
+    NaN if no token is possible, or if a logit overflows.
+    """
 
     def select_at(self, *index: slice | Int[Array, "..."]) -> "Summary":
-        """That of some of the distributions."""
+        """Returns the summary of the indexed distributions."""
         return Summary(*(field[index] for field in self))
 
 
 class Moments(NamedTuple):
-    """Sums over distributions that the same reduction gives."""
+    """Further results of the reduction that makes a summary."""
 
     entropy: Float[Array, "*B"]
-    """In nats."""
+    """Entropy in nats."""
     outside_mass: Float[Array, "*B"]
-    """Probability of some tokens, such as those that a draft does not have."""
+    """Probability of the tokens in `outside_mask`."""
     finite: Bool[Array, "*B"]
-    """Whether all that was to be finite is."""
+    """Whether all raw logits are finite."""
 
 
 class _Sums(NamedTuple):
-    """What is carried along a vocabulary, relative to the largest logit so far."""
+    """Partial sums over a vocabulary, relative to the largest logit so far."""
 
     largest: Float[Array, "*B"]
+    """Largest logit so far."""
     total: Float[Array, "*B"]
-    """Of weights exp(logit - largest)."""
+    """Sum of the weights exp(logit - largest)."""
     moment: Float[Array, "*B"]
-    """Of weights times logit - largest."""
+    """Sum of weight times (logit - largest)."""
     outside: Float[Array, "*B"]
-    """Of the weights of some tokens."""
+    """Sum of the weights of tokens in `outside_mask`."""
     place: Int[Array, "*B"]
+    """Index of the largest logit."""
     finite: Bool[Array, "*B"]
+    """Whether all raw logits so far are finite."""
 
 
 def summarize(
@@ -60,23 +71,27 @@ def summarize(
     outside_mask: Bool[Array, " V"] | None = None,
     raw_logits: Float[Array, "*B V"] | None = None,
 ) -> tuple[Summary, Moments]:
-    """Summarizes distributions in one pass, which holds nothing over the vocabulary.
+    """Summarizes distributions in one pass over the vocabulary.
+
+    The pass keeps no array over the vocabulary.
 
     Args:
-      logits: processed but for the temperature.
-      temperature: one for all, or one for each.
+      logits: logits after all processing except the temperature.
+      temperature: one temperature for all distributions, or one for each.
       may_be_zero: whether a temperature can be 0.
-      outside_mask: tokens whose probability to sum.
-      raw_logits: logits that are to be finite, before any was excluded.
+      outside_mask: tokens whose probability is summed.
+      raw_logits: logits before any token was excluded, which must be finite.
     """
     temperatures = jnp.broadcast_to(jnp.asarray(temperature, logits.dtype), logits.shape[:-1])
     is_positive = temperatures > 0
     divisor = (jnp.where(is_positive, temperatures, 1) if may_be_zero else temperatures)[..., None]
     tempered = _split_vocabulary(logits / divisor, -jnp.inf)
-    # also of what is impossible, which any other logit outweighs: telling them would be a pass
+    # Impossible tokens also get a weight of 1, which any possible token scales to 0. Masking them
+    # would take another pass.
     weights = jnp.ones_like(tempered)
     zeros = jnp.zeros_like(weights)
     token_ids = jnp.arange(math.prod(tempered.shape[-2:]), dtype=jnp.int32)
+    # Only temperature 0 needs the argmax.
     token_ids = token_ids.reshape(tempered.shape[-2:]) if may_be_zero else jnp.int32(0)
     outside_parts = None if outside_mask is None else _split_vocabulary(outside_mask, False)
     sums = _Sums(
@@ -91,11 +106,12 @@ def summarize(
     initial_sums = _Sums(
         jnp.full_like(zero, -jnp.inf), zero, zero, zero, jnp.int32(0), jnp.bool_(True)
     )
-    for _ in range(2):  # each part, then all parts
+    for _ in range(2):  # Within each part, then over the parts.
         sums = lax.reduce(sums, initial_sums, _merge_sums, (sums.largest.ndim - 1,))
     total = jnp.where(jnp.isfinite(sums.largest), sums.total, jnp.nan)
     log_total = jnp.log(total)
     entropy = log_total - sums.moment / sums.total
+    # At temperature 0 one token has log-probability 0, and the entropy is 0.
     if may_be_zero:
         certain = jnp.where(sums.largest > -jnp.inf, zero, jnp.nan)
         log_total, entropy = (
@@ -108,7 +124,8 @@ def summarize(
 
 
 def _split_vocabulary(values: Array, fill: float | bool) -> Array:
-    """Values over a vocabulary [... V] in parts [... N M]. One long sum would round more."""
+    """Splits values over a vocabulary [... V] into parts [... N M]."""
+    # One long sum would have a larger rounding error.
     part_count = -(-values.shape[-1] // PART_SIZE)
     padding = [(0, 0)] * (values.ndim - 1) + [(0, part_count * PART_SIZE - values.shape[-1])]
     padded = jnp.pad(values, padding, constant_values=fill)
@@ -116,12 +133,13 @@ def _split_vocabulary(values: Array, fill: float | bool) -> Array:
 
 
 def _merge_sums(left: _Sums, right: _Sums) -> _Sums:
-    """The sums of two parts of a vocabulary (online softmax)."""
+    """Merges the sums of two parts of a vocabulary (online softmax)."""
     left_is_larger = left.largest >= right.largest
-    # also of two parts without a possible token
+    # For two parts without a possible token, the difference would be NaN.
     is_tied = left.largest == right.largest
     gap = jnp.where(is_tied, 0, -jnp.abs(left.largest - right.largest))
     scale = jnp.exp(gap)
+    # The scale is 0 then, but -inf times 0 would be NaN.
     gap = jnp.where(gap == -jnp.inf, 0, gap)
     larger = _Sums(
         *(jnp.where(left_is_larger, *fields) for fields in zip(left, right, strict=True))
@@ -129,6 +147,7 @@ def _merge_sums(left: _Sums, right: _Sums) -> _Sums:
     smaller = _Sums(
         *(jnp.where(left_is_larger, *fields) for fields in zip(right, left, strict=True))
     )
+    # The order in which XLA reduces is not defined, so ties take the lower index.
     argmax = jnp.where(is_tied, jnp.minimum(left.place, right.place), larger.place)
     return _Sums(
         lax.max(left.largest, right.largest),
@@ -146,8 +165,12 @@ def logprobs_from_summary(
     may_be_zero: bool = False,
     token_positions: Int[Array, "*#B N"] | None = None,
 ) -> Float[Array, "*B N"]:
-    """Log-probabilities of some logits of each distribution, which stand at `token_positions`;
-    None: of all of them. They are rounded as `log_softmax` does."""
+    """Returns log-probabilities of some logits of each distribution.
+
+    `token_positions` are their indices in the vocabulary of the distribution. None if the logits
+    are those of all tokens.
+    """
+    # The order of operations is that of `log_softmax`, so that rounding is the same.
     largest, temperature = summary.max_logit[..., None], summary.temperature[..., None]
     if not may_be_zero:
         return (logits / temperature - largest) - summary.log_total[..., None]

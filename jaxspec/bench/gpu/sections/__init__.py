@@ -1,1 +1,1 @@
-"""What is measured, one section after the other."""
+"""Sections of `bench gpu`: their programs and measurements."""

@@ -1,5 +1,7 @@
-"""Two executions of one program in a process of its own: in some versions of XLA, the second
-execution with loops in command buffers ends the process."""
+"""Executes a program twice in a separate process.
+
+In some versions of XLA, the second execution of loops in command buffers ends the process.
+"""
 
 import json
 import os
@@ -19,13 +21,24 @@ from jaxspec.system.terminal import print_line
 
 _ROOT = Path(__file__).resolve().parents[4]
 _LAST_LINES = 3
+"""Number of lines of a crash that are reported."""
 MAX_SECONDS = 240.0
-"""Seconds that the process may take."""
+"""Maximum seconds of the process."""
 
 
 def execute_in_process(plan: GpuPlan, name: str, seconds: float) -> dict[str, Any]:
-    """Runs a variant twice in another process; a crash is a result."""
+    """Executes a variant twice in another process.
+
+    Returns the record that `main` prints. After a crash, or without an answer in time, `crashed` of
+    the result has the reason.
+
+    Args:
+      plan: plan whose options the process gets.
+      name: name of the variant.
+      seconds: time limit, at most `MAX_SECONDS`.
+    """
     options = plan.options
+    # Sizes and --programs suffice: they determine the plan and its folder of programs.
     option_values = options.program_sizes | options.table_sizes | {"programs": options.programs}
     command = [
         sys.executable,
@@ -35,8 +48,9 @@ def execute_in_process(plan: GpuPlan, name: str, seconds: float) -> dict[str, An
         name,
     ]
     environment = {
-        # this process has reserved most of the device's memory
+        # This process has reserved most of the device's memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # The package may not be installed: `PYTHONPATH=CHECKOUT` is enough to run the benchmark.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", "")))),
     }
     try:
@@ -52,23 +66,30 @@ def execute_in_process(plan: GpuPlan, name: str, seconds: float) -> dict[str, An
         return {"crashed": f"no answer within {error.timeout:.0f} s"}
     if process.returncode:
         last_lines = process.stderr.strip().splitlines()[-_LAST_LINES:]
+        # The process prints a line per execution, which tells whether the second one crashed.
         executions = process.stdout.count("executed")
         return {
             "crashed": f"exit status {process.returncode} after {executions} of 2 executions",
             "last_lines": last_lines,
         }
+    # Other lines of the output come before the record.
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def main(argv: list[str]) -> int:
-    """Executes the named variant twice, and prints its tokens."""
+    """Executes a variant twice and prints a record with its tokens.
+
+    `argv` has the options as JSON, and the name of the variant.
+    """
     option_values = json.loads(argv[0])
+    # JSON has lists for the options that are tuples.
     tuples = {
         name: tuple(value) for name, value in option_values.items() if isinstance(value, list)
     }
     options = GpuOptions(**option_values | tuples)
     plan, _ = open_plan(options)
     variant = greedy.greedy_variants(plan)[argv[1]]
+    # Silent, since the first process has already logged what is wrong with the folder.
     folder = open_program_folder(plan, lambda message: None)
     programs = Programs(plan.mesh, folder, 2, lambda message: None)
     program_names = (variant.layout_name, variant.program_name)

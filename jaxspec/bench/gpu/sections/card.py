@@ -1,4 +1,7 @@
-"""Section 0: the card, and the real peaks that the other sections are compared with."""
+"""Section 0: facts about the card, and its measured peaks.
+
+Other sections are compared with these peaks.
+"""
 
 from typing import Any
 
@@ -10,13 +13,15 @@ from jaxspec.bench.gpu.run import GpuRun, Section
 from jaxspec.bench.measure import package_versions
 from jaxspec.bench.roofline import copy_rate, product_rate, read_rate
 
+# Far more than caches hold, so that memory is measured.
 GPU_MIB, CPU_MIB = 2048, 64
-"""Sizes of what is copied: far more than a card's caches hold."""
+"""MiB of the array that is copied and read, on a GPU and on a CPU."""
 
 
 def measure_card(run: GpuRun) -> dict[str, Any]:
-    """Measures bandwidth and products, and says what else uses the machine."""
+    """Measures bandwidth and products, and describes card and machine."""
     mib = GPU_MIB if run.plan.targets_gpu else CPU_MIB
+    # Compilers time products on the same device, and would slow these measurements down.
     with run.programs.pause_compiling():
         copy_speed, read_speed = copy_rate(mib), read_rate(mib)
         flops = product_rate(run.options.dtype)
@@ -26,6 +31,7 @@ def measure_card(run: GpuRun) -> dict[str, Any]:
         "python_and_packages": package_versions(),
         "copy_bytes_per_s": copy_speed,
         "read_bytes_per_s": read_speed,
+        # The peak that bandwidth shares are relative to.
         "bytes_per_s": max(copy_speed, read_speed),
         "flops_per_s": flops,
     }

@@ -1,4 +1,7 @@
-"""Greedy answers of a model of few layers, by programs that must give the same tokens."""
+"""Greedy answers of a small model.
+
+Several programs generate the same answers, and their tokens are compared.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -18,15 +21,17 @@ from jaxspec.models.layers import cast_floats
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import Prompts, RolloutWeights
 from jaxspec.step import Step
+from jaxspec.transfer import export_weights
 
 ROWS, PROMPT, NEW = 8, 256, 64
+"""Number of rows, and maximum tokens of a prompt and of an answer."""
+# A larger vocabulary would check nothing more, and another process holds the weights, too.
 VOCAB = 8192
-"""At most: of a large vocabulary nothing would be learned here, and another process holds the
-weights, too."""
+"""Maximum size of the vocabulary."""
 
 
 class GreedyVariant(NamedTuple):
-    """A way to make the answers."""
+    """Program that generates the answers."""
 
     name: str
     draft_length: int
@@ -35,18 +40,19 @@ class GreedyVariant(NamedTuple):
 
     @property
     def program_name(self) -> str:
-        """Names its program."""
+        """Name of the variant's program."""
         return f"greedy answers, {self.name}"
 
     @property
     def layout_name(self) -> str:
-        """Names the program that lays its weights out."""
+        """Name of the program that lays out the variant's weights."""
+        # Variants that differ in command buffers only have the same layout and share this program.
         layers_label = "layers stacked" if self.stack_layers else "layers unrolled"
         return f"weights of greedy answers, {'K' if self.draft_length else 'plain'}, {layers_label}"
 
 
 def greedy_variants(plan: GpuPlan) -> dict[str, GreedyVariant]:
-    """By name; those with command buffers only for GPUs."""
+    """Returns the variants by name. Only GPUs have those with command buffers."""
     draft_length = plan.options.draft_length
     variant_list = [
         GreedyVariant("plain", 0),
@@ -62,6 +68,7 @@ def greedy_variants(plan: GpuPlan) -> dict[str, GreedyVariant]:
 
 def _build_step(plan: GpuPlan, variant: GreedyVariant) -> Step:
     options = plan.options
+    # The sizes of --size tiny are below these limits.
     vocab = min(options.vocab, VOCAB)
     prompt_length, new_tokens = min(options.prompt, PROMPT), min(options.new, NEW)
     model = dataclasses.replace(options.policy, layers=options.right_layers, vocab=vocab)
@@ -84,7 +91,7 @@ def _build_generator(plan: GpuPlan, variant: GreedyVariant) -> Generator:
 
 
 def _network_shapes(plan: GpuPlan, variant: GreedyVariant) -> tuple[Any, Any]:
-    """Shapes of policy and draft in the train layout, in the type of generation."""
+    """Returns shapes of policy and draft in the train layout, in the dtype of generation."""
     step = _build_step(plan, variant)
 
     def cast_networks() -> Any:
@@ -95,28 +102,31 @@ def _network_shapes(plan: GpuPlan, variant: GreedyVariant) -> tuple[Any, Any]:
 
 
 def greedy_recipes(plan: GpuPlan) -> list[Recipe]:
-    """Programs of all variants, and those that lay their weights out."""
+    """Lists the programs of all variants, and those that lay out their weights."""
+    # By name, since variants share layouts.
     recipes: dict[str, Recipe] = {}
     for variant in greedy_variants(plan).values():
         generator = _build_generator(plan, variant)
 
-        def sync_weights(
+        # Defaults bind this iteration's values. The closures run after the loop has ended.
+        def load_weights(
             policy: Any, draft: Any, generator: Generator = generator
         ) -> RolloutWeights:
-            return generator.sync_weights(policy, draft, generator.init_state())
+            exported = export_weights(policy, draft, generator.dtype)
+            return generator.load(exported, generator.init_state())
 
         def network_shapes(variant: GreedyVariant = variant) -> tuple[Any, Any]:
             return _network_shapes(plan, variant)
 
         def program_inputs(
             network_shapes: Any = network_shapes,
-            sync_weights: Any = sync_weights,
+            load_weights: Any = load_weights,
             generator: Generator = generator,
         ) -> tuple[RolloutWeights, Prompts]:
-            weights = replicate_shapes(plan.mesh, jax.eval_shape(sync_weights, *network_shapes()))
+            weights = replicate_shapes(plan.mesh, jax.eval_shape(load_weights, *network_shapes()))
             return weights, abstract_prompts(generator, ROWS)
 
-        recipes[variant.layout_name] = Recipe(variant.layout_name, sync_weights, network_shapes)
+        recipes[variant.layout_name] = Recipe(variant.layout_name, load_weights, network_shapes)
         recipes[variant.program_name] = Recipe(
             variant.program_name,
             generator.generate,
@@ -127,7 +137,7 @@ def greedy_recipes(plan: GpuPlan) -> list[Recipe]:
 
 
 class GreedyInputs(NamedTuple):
-    """Networks in the train layout, and prompts."""
+    """Inputs of all variants: networks in the train layout, and prompts."""
 
     policy: Any
     draft: Any
@@ -135,7 +145,7 @@ class GreedyInputs(NamedTuple):
 
 
 def make_inputs(plan: GpuPlan) -> GreedyInputs:
-    """Makes them, the same in every process."""
+    """Makes the inputs, which are the same in every process with the same options."""
     variant = greedy_variants(plan)["drafts"]
     policy, draft = _network_shapes(plan, variant)
     seed, options = plan.options.seed, plan.options
@@ -154,15 +164,19 @@ def make_inputs(plan: GpuPlan) -> GreedyInputs:
 def generate_answers(
     layout: Any, program: Any, variant: GreedyVariant, inputs: GreedyInputs
 ) -> np.ndarray:
-    """Generates the answers' tokens, after their prompts."""
+    """Returns the tokens of prompts and answers."""
     weights = layout(inputs.policy, inputs.draft if variant.draft_length else None)
     return np.asarray(program(weights, inputs.prompts).tokens)
 
 
 def compare_tokens(tokens: np.ndarray, other_tokens: np.ndarray) -> dict[str, Any]:
-    """Compares tokens of two programs: rows that are equal, and where the first other differs."""
+    """Compares the tokens of two programs.
+
+    Returns the number of equal rows and the smallest position at which a row differs.
+    """
     is_equal = tokens == other_tokens
     equal_rows = is_equal.all(axis=1)
+    # The first minimum of booleans is the first False.
     first_positions = np.argmin(is_equal[~equal_rows], axis=1)
     return {
         "equal": bool(equal_rows.all()),
@@ -173,7 +187,7 @@ def compare_tokens(tokens: np.ndarray, other_tokens: np.ndarray) -> dict[str, An
 
 
 def describe_difference(comparison: dict[str, Any]) -> str:
-    """Puts a difference in words."""
+    """Describes a comparison in words."""
     if comparison["equal"]:
         return "the same tokens"
     rows = f"{comparison['rows'] - comparison['equal_rows']} of {comparison['rows']} rows differ"

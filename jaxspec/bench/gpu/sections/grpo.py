@@ -1,4 +1,7 @@
-"""A GRPO step as separate programs: its config, recipes, state and batches."""
+"""GRPO step as separate programs.
+
+Builds its config, recipes, state and batches.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,42 +39,51 @@ from jaxspec.state import LENGTH, Prompts, Rollout, RolloutWeights, ScoredRollou
 from jaxspec.step import Step
 
 PHASES = ("prepare", "prefill", "rounds", "learn")
+"""Timed phases of a step, in order."""
 
 
 class StepMode(NamedTuple):
-    """A step, speculative or plain, and the names of its programs."""
+    """Speculative or plain step, with its programs and inputs."""
 
     plan: GpuPlan
     speculative: bool
 
     def program_name(self, phase: str) -> str:
-        """Names the program of a phase."""
+        """Returns the name of a phase's program."""
         return f"{phase} of a {'speculative' if self.speculative else 'plain'} GRPO step"
 
     @property
     def options(self) -> GpuOptions:
-        """Of the command line."""
+        """Options of the command line."""
         return self.plan.options
 
     @property
     def rows(self) -> int:
-        """Answers of a step."""
+        """Number of answers per step."""
         return self.options.step_prompts * self.options.group
 
     @property
     def step(self) -> Step:
-        """Both sides of the step; a frozen draft whose tokens are kept as prescribed, or none."""
+        """Generator and learner of the step.
+
+        A speculative step has a frozen draft with the prescribed acceptance. A plain step has none.
+        """
+        # No stop ids, so that every answer has its full length.
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         if self.speculative:
             rule = synthetic_rule(self.options.acceptance)
             return dataclasses.replace(step, generator=step.generator.make_variant(rule=rule))
+        # Without a draft nothing reads the aux hidden states, so the learner collects none.
         learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
         return dataclasses.replace(
             step, learner=learner, generator=step.generator.without_draft(), init_draft=lambda: None
         )
 
     def network_shapes(self) -> tuple[Any, Any]:
-        """Shapes of policy and draft; of a policy with adapters in the type of products."""
+        """Returns shapes of policy and draft.
+
+        A policy with adapters has the dtype of products.
+        """
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         policy, draft = jax.eval_shape(lambda: (step.init_policy(), step.init_draft()))
         if self.options.lora_rank:
@@ -81,11 +93,12 @@ class StepMode(NamedTuple):
         return policy, draft if self.speculative else None
 
     def list_recipes(self) -> list[Recipe]:
-        """Its programs, in the order of a step."""
+        """Lists the step's programs in order."""
         step, prompt_count, mesh = self.step, self.options.step_prompts, self.plan.mesh
         generator = step.generator
 
         def state_inputs(*indices: int) -> Callable[[], tuple[Any, ...]]:
+            # Evaluated by the compiling thread, like all arguments of recipes.
             return lambda: tuple(
                 replicate_shapes(mesh, abstract_arguments(step, prompt_count)[index])
                 for index in indices
@@ -104,6 +117,7 @@ class StepMode(NamedTuple):
 
         compiler_options = generator.compiler_options
         return [
+            # The state takes over the memory of the networks.
             Recipe(self.program_name("start"), step.init_state, self.network_shapes, donate=(0, 1)),
             Recipe(self.program_name("prepare"), step.sync, state_inputs(0)),
             Recipe(self.program_name("prefill"), generator.begin, prefill_inputs),
@@ -111,6 +125,7 @@ class StepMode(NamedTuple):
                 self.program_name("rounds"),
                 generator.advance,
                 rounds_inputs,
+                # Rounds update the caches of the decode state in place.
                 donate=(1,),
                 compiler_options=compiler_options,
             ),
@@ -125,20 +140,21 @@ class StepMode(NamedTuple):
     # ---- arguments
 
     def random_networks(self) -> tuple[Any, Any]:
-        """Random policy and draft."""
+        """Returns a random policy and draft."""
         policy, draft = self.network_shapes()
         mesh, seed = self.plan.mesh, self.options.seed
         return random_weights(policy, mesh, seed), random_weights(draft, mesh, seed + 1)
 
     def make_prompts(self, call: int) -> Prompts:
-        """Random prompts of full length."""
+        """Returns random prompts of full length."""
         options = self.options
         return random_prompts(self.step.generator, options.step_prompts, options, call)
 
     def score_rollout(self, rollout: Rollout, call: int) -> ScoredRollout:
-        """A rollout with random rewards, ready to be learned from."""
+        """Gives a rollout random rewards and a plan of micro-batches."""
         step = self.step
         shapes = abstract_arguments(step, self.options.step_prompts)[1]
+        # Random, since equal rewards of a group have no advantages.
         rewards = np.random.default_rng((self.options.seed, call)).random(self.rows, np.float32)
         rollout = jax.device_put(rollout, jax.tree.map(lambda leaf: leaf.sharding, shapes.rollout))
         values = (
@@ -153,11 +169,12 @@ class StepMode(NamedTuple):
         return ScoredRollout(rollout=rollout, rewards=rewards, valid=valid, plan=plan, learn=learn)
 
     def read_lengths(self, rollout: Rollout) -> np.ndarray:
-        """Positions of each row that learning reads."""
+        """Returns the number of positions of each row that learning reads."""
+        # The last token has no successor to predict.
         return np.asarray(rollout.lengths).astype(np.int32) - 1
 
     def full_rollout(self) -> Rollout:
-        """A rollout of full length that nobody sampled, for learning alone."""
+        """Returns a rollout of random tokens and full length, to time learning without sampling."""
         options, size = self.options, self.options.step_prompt + self.options.step_new
         shapes = abstract_arguments(self.step, options.step_prompts)[1].rollout
         empty_rollout = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
@@ -167,6 +184,7 @@ class StepMode(NamedTuple):
             tokens=rng.integers(0, options.vocab, shape),
             prompt_lengths=np.full(self.rows, options.step_prompt),
             lengths=full_lengths,
+            # Those of a uniform distribution.
             logprobs=np.full(shape, -np.log(options.vocab)),
             status=np.full(self.rows, LENGTH),
         )
@@ -185,8 +203,9 @@ def _step_config(options: GpuOptions) -> ResolvedConfig:
         rollout=RolloutConfig(max_new_tokens=options.step_new, draft=draft, engine=engine),
         batch=BatchConfig(prompts=options.step_prompts, group_size=options.group),
         data=DataConfig(max_prompt_length=options.step_prompt),
-        # too low to change how much is accepted
+        # Too low to change how much is accepted.
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
+        # The draft is frozen, since its acceptance is prescribed.
         draft_training=DraftTrainingConfig(online=False),
         sft=SftConfig(steps=0),
         offline=OfflineConfig(steps=0),
@@ -196,8 +215,11 @@ def _step_config(options: GpuOptions) -> ResolvedConfig:
 def logprob_gap(
     step: Step, state: TrainState, finished: ScoredRollout
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean and largest difference between recorded logprobs and the learner's own, over the tokens
-    of the answers."""
+    """Compares recorded logprobs with the learner's own, over the tokens of the answers.
+
+    Returns the mean and the maximum of their absolute difference.
+    """
+    # Only the policy's logprobs are compared, so the draft's objective and its inputs are left out.
     learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
     positions = learner.passes.place_rows(step.build_batch(finished))
     logprobs, _ = learner.passes.compute_logprobs(state.learner.policy.network, 0, positions)

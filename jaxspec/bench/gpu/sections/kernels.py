@@ -1,4 +1,7 @@
-"""Kernels beside their plain twins: attention to pages of a cache, and to packed texts."""
+"""Compares kernels with their plain twins.
+
+The kernels are attention to pages of a cache, and attention of packed texts.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +23,18 @@ from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.paged import empty_pages
 
 ROWS, BLOCK, PAGES = 8, 4, 24
-"""Of the paged cache: each row has so many pages, and a block of queries at its end."""
+"""Rows of the paged cache, queries at the end of each row, and pages per row."""
 POSITIONS = 2048
-"""Of a pack of two texts."""
+"""Positions of a pack of two texts."""
+# Weights are rounded to 8 bits.
 MAX_ERROR = 0.02
-"""Largest error as a share of the largest entry: weights are rounded to 8 bits."""
+"""Maximum error relative to the largest entry."""
 
 
 def _run_on_shards(plan: GpuPlan, function: Callable) -> Callable:
-    """Runs a function where it sees the mesh's devices, as kernels ask for them."""
+    """Wraps a function to run on the shards of the mesh."""
+
+    # Kernels choose their code by the devices of the mesh in scope.
 
     def call_on_shards(*arrays: Any) -> Any:
         return shard_map_rows(plan.mesh, function, P(), P())(*arrays)
@@ -37,7 +43,9 @@ def _run_on_shards(plan: GpuPlan, function: Callable) -> Callable:
 
 
 def _plain_twin(function: Callable) -> Callable:
-    """The plain twin, in float32."""
+    """Returns the plain twin of a function, which computes in float32."""
+
+    # In bfloat16 the twin would have rounding errors of its own.
 
     def call_plain_twin(*arrays: Any) -> Any:
         float32_arrays = jax.tree.map(
@@ -50,7 +58,8 @@ def _plain_twin(function: Callable) -> Callable:
 
 
 def _attend_pages(query: Any, keys: Any, values: Any, table: Any, lengths: Any) -> Any:
-    """Attention of a block at the end of each row."""
+    """Computes attention of a block of queries at the end of each row."""
+    # A cache of one layer, whose keys end in [head size, positions].
     heads, size, page = keys.shape[-3], keys.shape[-2], keys.shape[-1]
     page_count = keys.shape[1]
     contiguous_cache = empty_cache(1, page_count, page, heads, size, keys.dtype, stacked=True)
@@ -62,7 +71,7 @@ def _attend_pages(query: Any, keys: Any, values: Any, table: Any, lengths: Any) 
 
 
 def _attend_texts(query: Any, key: Any, value: Any, text_starts: Any, cotangent: Any) -> Any:
-    """Attention of packed texts, and its gradients."""
+    """Computes attention of packed texts, and its gradients."""
     output, pull_back = jax.vjp(
         lambda query, key, value: attend_segments(query, key, value, text_starts), query, key, value
     )
@@ -71,6 +80,7 @@ def _attend_texts(query: Any, key: Any, value: Any, text_starts: Any, cotangent:
 
 def _page_inputs(plan: GpuPlan) -> tuple[Any, ...]:
     options, rng = plan.options, np.random.default_rng(0)
+    # With --page_size 0 the kernel still needs pages to be checked on.
     heads, size, page = options.kv_heads, options.head_size, options.page_size or 64
     page_count = ROWS * PAGES
 
@@ -82,7 +92,9 @@ def _page_inputs(plan: GpuPlan) -> tuple[Any, ...]:
         draw_normal(1, page_count, heads, size, page),
         draw_normal(1, page_count, heads, page, size),
     )
+    # Shuffled pages, so that a kernel that ignores the table is found out.
     table = rng.permutation(page_count).reshape(ROWS, PAGES).astype(np.int32)
+    # Different lengths, so that rows end within pages.
     lengths = rng.integers(1, PAGES * page - BLOCK, ROWS).astype(np.int32)
     return query, keys, values, table, lengths
 
@@ -107,7 +119,7 @@ _CHECKS: dict[str, tuple[Callable, Callable[[GpuPlan], tuple[Any, ...]]]] = {
 
 
 def kernel_recipes(plan: GpuPlan) -> list[Recipe]:
-    """Programs of each kernel and of its twin; none where there are no kernels."""
+    """Lists programs of each kernel and its twin. Only GPUs have any."""
     recipes = []
     for name, (function, inputs) in _CHECKS.items() if plan.targets_gpu else ():
 
@@ -126,7 +138,7 @@ def kernel_recipes(plan: GpuPlan) -> list[Recipe]:
 
 
 def check_kernels(run: GpuRun) -> dict[str, Any]:
-    """Compares each kernel with its twin."""
+    """Compares each kernel with its twin and prints the results."""
     if not run.plan.targets_gpu:
         run.print_line(f"kernels beside their plain twins: {NOT_APPLICABLE}")
         return {name: {"not_applicable": NOT_APPLICABLE} for name in _CHECKS}
@@ -152,12 +164,13 @@ def _compare_kernel(run: GpuRun, name: str) -> dict[str, Any]:
     for kernel_leaf, twin_leaf in zip(kernel_leaves, twin_leaves, strict=True):
         kernel_leaf, twin_leaf = (np.asarray(leaf, np.float32) for leaf in (kernel_leaf, twin_leaf))
         errors.append(float(np.abs(kernel_leaf - twin_leaf).max() / np.abs(twin_leaf).max()))
+    # For some cards and shapes the same function has no kernel, and would agree trivially.
     text = kernel_program.program.as_text()
     has_kernel = any(f'custom_call_target="{target}' in text for target in ATTENTION_TARGETS)
     return {
         "kernel": has_kernel,
         "errors": errors,
-        # also false for what is not a number
+        # A NaN at any place but the first may be lost in `max`.
         "right": max(errors) <= MAX_ERROR and bool(np.isfinite(errors).all()),
     }
 

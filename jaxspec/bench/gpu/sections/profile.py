@@ -1,4 +1,4 @@
-"""Section 7: kernels of three rounds by their time on the device."""
+"""Section 7: kernels of three rounds, by time on the device."""
 
 import re
 import tempfile
@@ -19,12 +19,13 @@ from jaxspec.bench.gpu.sections.rounds import cell_recipes, place_round_count
 from jaxspec.system.trace import CONTAINER_OPCODES
 
 ROUNDS = 3
+"""Number of profiled rounds."""
 LISTED_KERNELS = 15
-"""Kernels that are printed."""
+"""Number of printed kernels."""
 
 
 class Kernel(NamedTuple):
-    """Kernels of one name but for their numbers, in all rounds."""
+    """Total of all kernels whose names differ only in numbers."""
 
     name: str
     seconds: float
@@ -32,15 +33,15 @@ class Kernel(NamedTuple):
 
 
 def profile_cells(options: GpuOptions) -> list[Cell]:
-    """Plain steps and rounds of as many rows as the last of `--few` says."""
+    """Lists the profiled cells: plain steps and rounds at the last number of rows of --few."""
     lengths = 0, options.draft_length
     return [Cell(options.few[-1], length, options.new, options.draft_vocab) for length in lengths]
 
 
 def sum_kernels(profile: Any) -> list[Kernel]:
-    """Adds up the kernels of a trace, the longest first.
+    """Adds up the kernels of a trace, longest first.
 
-    Those of devices count, or of the host if there are none, as on a CPU.
+    Uses the planes of devices. If they have no operations, as on a CPU, uses all planes.
     """
     planes = list(profile.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
@@ -57,13 +58,15 @@ def sum_kernels(profile: Any) -> list[Kernel]:
 
 
 def _list_operations(planes: Sequence[Any]) -> list[tuple[str, float]]:
-    """Names and seconds of a trace's operations, but those that contain others."""
+    """Lists names and seconds of the operations of a trace, without container operations."""
     operations = []
     for plane in planes:
         for line in plane.lines:
             for event in line.events:
+                # Loops and calls contain operations that are counted themselves.
                 if "hlo_op" not in dict(event.stats) or event.name.startswith(CONTAINER_OPCODES):
                     continue
+                # The numbers of XLA's instruction names: `fusion.1` and `fusion.23` become one.
                 name = re.sub(r"[._]\d+", "", event.name)
                 operations.append((name, (event.end_ns - event.start_ns) / 1e9))
     return operations
@@ -73,13 +76,17 @@ def _profile_cell(run: GpuRun, cell: Cell) -> dict[str, Any]:
     prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
     weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # thousands of Python calls hide the device's work
+    # Thousands of Python calls would hide the device's work.
+    options.python_tracer_level = 0
     with run.programs.pause_compiling(), tempfile.TemporaryDirectory() as folder:
+        # The first round loads the kernels, outside of the trace.
         decode_state = advance.program(
             weights, prefill.program(weights, prompts), place_round_count(run, 1)
         )
+        # The trace must contain neither the end of this round nor the copy of the count.
         count = wait_for_arrays((decode_state, place_round_count(run, ROUNDS)))[1]
         jax.profiler.start_trace(folder, profiler_options=options)
+        # Calls return before the device has finished, so the trace ends after waiting.
         wait_for_arrays(advance.program(weights, decode_state, count))
         jax.profiler.stop_trace()
         (trace_file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
@@ -93,7 +100,7 @@ def _profile_cell(run: GpuRun, cell: Cell) -> dict[str, Any]:
 
 
 def measure_profile(run: GpuRun) -> dict[str, Any]:
-    """Section 7."""
+    """Measures section 7: profiles each cell and prints its kernels."""
     profiles = {}
     for cell in profile_cells(run.options):
         name = f"a profile of {cell.label}"

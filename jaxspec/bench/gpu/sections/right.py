@@ -1,4 +1,4 @@
-"""Section 1: whether fast programs give what plain ones give."""
+"""Section 1: compares fast programs with plain ones."""
 
 from typing import Any, NamedTuple
 
@@ -11,15 +11,20 @@ from jaxspec.bench.gpu.sections.kernels import check_kernels, kernel_recipes
 from jaxspec.compiled.serialized import deserialize_program, serialize_program
 
 DRAFTS, BUFFERS = "drafts", "drafts, command buffers"
+"""Names of variants (`greedy.greedy_variants`)."""
 
 
 def measure_correctness(run: GpuRun) -> dict[str, Any]:
-    """Compares kernels with their twins, and greedy tokens of several programs."""
+    """Measures section 1.
+
+    Compares kernels with their plain twins, and the greedy tokens of several programs.
+    """
     results: dict[str, Any] = {"kernels": check_kernels(run)}
     inputs = greedy.make_inputs(run.plan)
     tokens: dict[str, np.ndarray] = {}
     greedy_results = results["greedy"] = {}
     for name, variant in greedy.greedy_variants(run.plan).items():
+        # `_compare_alone` runs these in another process, which they may crash.
         if variant.command_buffers:
             continue
 
@@ -30,7 +35,7 @@ def measure_correctness(run: GpuRun) -> dict[str, Any]:
                 run.get_program(variant.layout_name),
                 run.get_program(variant.program_name),
             )
-            # a program of a CPU cannot be written any more once it has run
+            # Serialized before it runs. A program of a CPU cannot be serialized afterwards.
             program_pair = _reload_program(run, variant.program_name) if name == DRAFTS else None
             tokens[name] = greedy.generate_answers(layout.program, program.program, variant, inputs)
             facts = {"loaded": program.is_loaded, "without_kernels": program.without_kernels}
@@ -55,13 +60,14 @@ def measure_correctness(run: GpuRun) -> dict[str, Any]:
 
 
 class _ProgramPair(NamedTuple):
-    """A program that was compiled here, and the same one, written and loaded."""
+    """Program compiled here, and its copy after serializing and loading."""
 
     compiled: Any
     reloaded: Any
 
 
 def _reload_program(run: GpuRun, name: str) -> _ProgramPair:
+    """Compiles a program if it was loaded from the folder, and makes its reloaded copy."""
     ready_program = run.get_program(name)
     compiled = (
         run.programs.compile_again(name) if ready_program.is_loaded else ready_program.program
@@ -78,8 +84,15 @@ def _compare_reloaded(
     pair: _ProgramPair,
     tokens: np.ndarray,
 ) -> dict[str, Any]:
-    """Compares a program that was compiled here with the same one, written and loaded again, and
-    with the one from the folder."""
+    """Compares a program compiled here with its reloaded copy, and with that of the folder.
+
+    Args:
+      run: run of the benchmark.
+      variant: variant of the program.
+      inputs: inputs of all variants.
+      pair: compiled program and its reloaded copy.
+      tokens: tokens of the program that the run uses, from the folder or compiled.
+    """
     layout = run.get_program(variant.layout_name).program
     reloaded_tokens, compiled_tokens = (
         greedy.generate_answers(layout, program, variant, inputs)
@@ -100,7 +113,11 @@ def _compare_reloaded(
 
 
 def _compare_alone(run: GpuRun, tokens: np.ndarray) -> dict[str, Any]:
-    """Runs a program twice in a process of its own: with command buffers where there are any."""
+    """Runs a program twice in another process, with command buffers if the device has them.
+
+    Its tokens are compared with `tokens`, those of the same drafts in this process.
+    """
+    # A CPU has no command buffers. It still checks that another process gives the same tokens.
     name = BUFFERS if run.plan.targets_gpu else DRAFTS
     if not run.plan.targets_gpu:
         run.print_line(

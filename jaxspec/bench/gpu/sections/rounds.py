@@ -1,4 +1,7 @@
-"""Sections 2 to 4: rounds beside plain steps, and whole answers, at a prescribed acceptance."""
+"""Sections 2 to 4: rounds compared with plain steps, and whole answers.
+
+Drafts are kept at a prescribed acceptance.
+"""
 
 import time
 from collections.abc import Sequence
@@ -20,11 +23,12 @@ from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.state import FAILED, RUNNING, RolloutWeights
 
 MAX_SLICE_ROUNDS = 32
-"""Of a slice."""
+"""Maximum number of rounds in a timed slice."""
 
 
 def headline_cells(options: GpuOptions) -> list[Cell]:
-    """Plain steps and rounds at each number of rows."""
+    """Lists plain steps and rounds at each number of rows."""
+    # Plain steps come first, so that rounds of as many rows can be compared with them.
     return [
         Cell(rows, length, options.new, options.draft_vocab)
         for rows in options.rows
@@ -33,7 +37,7 @@ def headline_cells(options: GpuOptions) -> list[Cell]:
 
 
 def variant_cells(options: GpuOptions) -> list[Cell]:
-    """Other draft lengths, the full draft vocabulary, and command buffers."""
+    """Lists other draft lengths, the full draft vocabulary, and command buffers."""
     length, new_tokens, vocab = options.draft_length, options.new, options.draft_vocab
     last_rows = options.few[-1]
     cells = [
@@ -41,8 +45,10 @@ def variant_cells(options: GpuOptions) -> list[Cell]:
         for rows in options.few
         for other_length in options.other_lengths
     ]
+    # With --draft_vocab 0 all cells have the full vocabulary already.
     if vocab:
         cells.append(Cell(last_rows, length, new_tokens, 0))
+    # Without duplicates, for the case that both numbers of rows are the same.
     buffer_rows = dict.fromkeys((options.rows[0], last_rows))
     return cells + [
         Cell(rows, length, new_tokens, vocab, command_buffers=True) for rows in buffer_rows
@@ -50,7 +56,7 @@ def variant_cells(options: GpuOptions) -> list[Cell]:
 
 
 def answer_cells(options: GpuOptions) -> list[Cell]:
-    """Whole answers, plain and with drafts."""
+    """Lists whole answers, plain and with drafts."""
     lengths = 0, options.draft_length
     return [
         Cell(options.few[-1], length, options.answer, options.draft_vocab) for length in lengths
@@ -58,12 +64,12 @@ def answer_cells(options: GpuOptions) -> list[Cell]:
 
 
 def can_run(plan: GpuPlan, cell: Cell) -> bool:
-    """Whether the device has what a cell asks for."""
+    """Returns whether the device supports a cell. Command buffers need a GPU."""
     return plan.targets_gpu or not cell.command_buffers
 
 
 def cell_recipes(plan: GpuPlan, cells: Sequence[Cell]) -> list[Recipe]:
-    """The programs of cells, those that several share once."""
+    """Lists the programs of cells without duplicates."""
     recipes = [
         recipe for cell in cells if can_run(plan, cell) for recipe in plan.cells.list_recipes(cell)
     ]
@@ -74,20 +80,23 @@ def cell_recipes(plan: GpuPlan, cells: Sequence[Cell]) -> list[Recipe]:
 
 
 def place_round_count(run: GpuRun, count: int) -> jax.Array:
-    """A number of rounds, as their program takes it."""
+    """Places a number of rounds on the device."""
+    # Placed before the clock starts, so that no copy to the device is measured.
     return jax.device_put(jnp.int32(count), replicated_sharding(run.plan.mesh))
 
 
 def time_rounds(run: GpuRun, cell: Cell) -> dict[str, Any]:
-    """Times slices of rounds of all rows, none of which ends meanwhile."""
+    """Times slices of rounds while all rows are running."""
     prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
     weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
+    # Rounds after which no row can have ended, even if each keeps every draft.
     min_rounds = cell.new_tokens // (cell.draft_length + 1)
     warmup_rounds = max(1, min_rounds // 8)
     slice_rounds = max(1, min(MAX_SLICE_ROUNDS, (min_rounds - warmup_rounds) // TIMED_SLICES))
     round_seconds, tokens_per_round = [], []
     with run.programs.pause_compiling():
-        wait_for_arrays(prefill.program(weights, prompts))  # its kernels are loaded then
+        # The first call of a program also loads its kernels.
+        wait_for_arrays(prefill.program(weights, prompts))
         start_time = time.perf_counter()
         decode_state = wait_for_arrays(prefill.program(weights, prompts))
         prefill_seconds = time.perf_counter() - start_time
@@ -103,9 +112,11 @@ def time_rounds(run: GpuRun, cell: Cell) -> dict[str, Any]:
             lengths = _row_lengths(decode_state)
             tokens_per_round.append(float(np.mean(lengths - previous_lengths)) / slice_rounds)
             previous_lengths = lengths
+    # The median of the seconds ignores a disturbed slice.
     row = _describe_rounds(
         run, cell, weights, float(np.median(round_seconds)), float(np.mean(tokens_per_round))
     )
+    # Caches grow during the slices. Bytes are counted at their mean length.
     mean_length = float(np.mean((first_lengths + previous_lengths) / 2))
     read_bytes = _round_bytes(run, cell, weights, mean_length)
     share = read_bytes / row["round_s"] / run.peak_bandwidth if run.peak_bandwidth else None
@@ -128,11 +139,14 @@ def _row_lengths(decode_state: DecodeState) -> np.ndarray:
 
 
 def _status_warning(status: np.ndarray, expected: int) -> dict[str, Any]:
-    """Rows that are not as expected, if there are any."""
+    """Describes rows with another status than expected, as `warning`. Empty without such rows."""
     failures, unexpected = np.sum(status == FAILED), np.sum(status != expected)
     if not unexpected:
         return {}
-    return {"warning": f"{unexpected} of {len(status)} rows ended otherwise, {failures} not finite"}
+    return {
+        "warning": f"{unexpected} of {len(status)} rows ended unexpectedly, {failures} of them with"
+        " numbers that are not finite"
+    }
 
 
 def _describe_rounds(
@@ -153,17 +167,23 @@ def _describe_rounds(
 
 
 def _round_bytes(run: GpuRun, cell: Cell, weights: RolloutWeights, mean_length: float) -> float:
-    """Bytes that a round must read: the policy's weights and caches once, the draft's weights once
-    for each draft."""
+    """Returns the bytes that a round must read.
+
+    These are the policy's weights and caches once, and the draft's weights once per draft token.
+    """
     itemsize = jnp.dtype(run.options.dtype).itemsize
     policy_bytes = decode_work(run.options.policy, cell.rows, mean_length, itemsize).read_bytes
     leaves = jax.tree.leaves(weights.drafter.network)
+    # Without the map of the draft's vocabulary, whose integers are no weights.
     draft_bytes = sum(leaf.nbytes for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
     return policy_bytes + cell.draft_length * draft_bytes
 
 
 def compare_with_plain(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
-    """A row of the table with its cost and gain over the plain steps of as many rows."""
+    """Adds cost and speed-up relative to plain steps of as many rows.
+
+    Returns the row unchanged if either was not measured.
+    """
     if "round_s" not in row or plain is None or "round_s" not in plain:
         return row
     return row | {
@@ -173,7 +193,7 @@ def compare_with_plain(row: dict[str, Any], plain: dict[str, Any] | None) -> dic
 
 
 def _time_cells(run: GpuRun, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Times cells one by one, each beside the plain steps of section 2."""
+    """Times cells one by one, and compares each with plain steps."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
         if not can_run(run.plan, cell):
@@ -181,6 +201,7 @@ def _time_cells(run: GpuRun, cells: Sequence[Cell]) -> list[dict[str, Any]]:
             run.print_line(f"{cell.rounds_name}: {NOT_APPLICABLE}")
             continue
         timing = run.attempt_part(cell.rounds_name, lambda cell=cell: time_rounds(run, cell))
+        # Section 3 has no plain steps. It uses those of section 2, if the file has them.
         earlier_rows = [*rows, *run.results.get_section(2).get("rows", [])]
         plain_rows = [row for row in earlier_rows if row["live"] == cell.rows and not row["K"]]
         row = _cell_keys(cell) | timing
@@ -208,14 +229,14 @@ def _print_table(run: GpuRun, title: str, rows: Sequence[dict[str, Any]]) -> Non
 
 
 def measure_headline(run: GpuRun) -> dict[str, Any]:
-    """Section 2."""
+    """Measures section 2: times and prints `headline_cells`."""
     rows = _time_cells(run, headline_cells(run.options))
     _print_table(run, f"rounds at {run.options.acceptance:g} tokens kept of 3 drafts", rows)
     return {"rows": rows}
 
 
 def measure_variants(run: GpuRun) -> dict[str, Any]:
-    """Section 3."""
+    """Measures section 3: times and prints `variant_cells`."""
     rows = _time_cells(run, variant_cells(run.options))
     _print_table(run, "other draft lengths, vocabularies, command buffers", rows)
     return {"rows": rows}
@@ -225,17 +246,18 @@ def measure_variants(run: GpuRun) -> dict[str, Any]:
 
 
 def time_answers(run: GpuRun, cell: Cell) -> dict[str, Any]:
-    """Answers all prompts to the end, prefill included."""
+    """Times answers to all prompts from prefill to the last token."""
     prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
     weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
     with run.programs.pause_compiling():
-        # kernels are loaded with the first call
+        # The first call of a program also loads its kernels.
         wait_for_arrays(
             advance.program(weights, prefill.program(weights, prompts), place_round_count(run, 1))
         )
         start_time = time.perf_counter()
         decode_state = wait_for_arrays(prefill.program(weights, prompts))
         prefill_end = time.perf_counter()
+        # No limit of rounds: the loop ends when every row has its tokens.
         all_rounds = place_round_count(run, np.iinfo(np.int32).max)
         decode_state = wait_for_arrays(advance.program(weights, decode_state, all_rounds))
         end_time = time.perf_counter()
@@ -255,11 +277,12 @@ def time_answers(run: GpuRun, cell: Cell) -> dict[str, Any]:
 
 
 def measure_answers(run: GpuRun) -> dict[str, Any]:
-    """Section 4."""
+    """Measures section 4: times and prints `answer_cells`."""
     rows: list[dict[str, Any]] = []
     for cell in answer_cells(run.options):
         name = f"answers of {cell.label}"
         row = _cell_keys(cell) | run.attempt_part(name, lambda cell=cell: time_answers(run, cell))
+        # The first cell is plain.
         rows.append(compare_with_plain(row, rows[0] if rows else row))
     options = run.options
     title = f"{options.few[-1]} answers of {options.answer} tokens, prefill included in tokens/s"

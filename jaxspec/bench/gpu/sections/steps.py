@@ -1,4 +1,7 @@
-"""Sections 5 and 6: seconds of a GRPO step with and without speculation, and of its learning."""
+"""Sections 5 and 6: time of a GRPO step and of its learning.
+
+Section 5 runs the step with and without speculation.
+"""
 
 import time
 from collections.abc import Callable
@@ -17,12 +20,14 @@ from jaxspec.host import fit
 from jaxspec.state import Rollout, TrainState
 
 LEARN_CALLS = 3
+"""Number of timed calls of learning."""
+# Of forward pass, gradients of inputs and gradients of weights, frozen weights skip the last.
 FROZEN_FLOPS_SHARE = 2 / 3
-"""Share of learning's operations where weights have adapters: none for gradients of weights."""
+"""Fraction of learning's operations that remain if only adapters are trained."""
 
 
 def _time_phase(seconds: dict[str, float], phase: str, function: Callable, *arguments: Any) -> Any:
-    """Runs a phase to its end against the clock."""
+    """Runs a phase to its end, and stores its seconds."""
     start_time = time.perf_counter()
     result = wait_for_arrays(function(*arguments))
     seconds[phase] = time.perf_counter() - start_time
@@ -30,10 +35,10 @@ def _time_phase(seconds: dict[str, float], phase: str, function: Callable, *argu
 
 
 class _PhaseStepper:
-    """Steps of one mode, phase by phase."""
+    """Runs steps of one mode phase by phase."""
 
     def __init__(self, run: GpuRun, mode: StepMode) -> None:
-        """Waits for its programs, and makes the state."""
+        """Waits for the programs, and makes the initial state."""
         self._run, self.mode, self.step = run, mode, mode.step
         self.programs = {
             phase: run.get_program(mode.program_name(phase)).program
@@ -43,7 +48,7 @@ class _PhaseStepper:
         self.gap: tuple[float, float] | None = None
 
     def __call__(self, call_index: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Generates and learns; returns the phases' seconds, and what the rollout was like."""
+        """Runs one step. Returns the seconds of each phase, and figures of the rollout."""
         programs, seconds = self.programs, {}
         weights = _time_phase(seconds, "prepare", programs["prepare"], self.state)
         prompts = self.mode.make_prompts(call_index)
@@ -53,10 +58,11 @@ class _PhaseStepper:
             seconds, "rounds", programs["rounds"], weights, decode_state, all_rounds
         )
         rollout = self.step.generator.collect(weights, decode_state)
-        # the learner needs their room
+        # The learner needs their memory.
         del weights, decode_state
         rollout_figures = _describe_rollout(rollout)
         finished = self.mode.score_rollout(rollout, call_index)
+        # Once, before the weights have learned: rollout and learner have the same policy then.
         if self.gap is None:
             mean, largest = programs["logprobs"](self.state, finished)
             self.gap = float(mean), float(largest)
@@ -71,11 +77,11 @@ def _describe_rollout(rollout: Rollout) -> dict[str, float]:
 
 
 def _time_step(run: GpuRun, mode: StepMode) -> dict[str, Any]:
-    """Seconds of a step by phase, the gap between rollout and learner, and memory."""
+    """Measures the seconds of a step by phase, the logprob gap, and memory."""
     with DeviceMemory(run.device) as device_memory:
         stepper = _PhaseStepper(run, mode)
         with run.programs.pause_compiling():
-            # the first step loads the programs' kernels
+            # The first step also loads the programs' kernels.
             stepper(0)
             seconds, rollout_figures = stepper(1)
     assert stepper.gap is not None
@@ -90,14 +96,16 @@ def _time_step(run: GpuRun, mode: StepMode) -> dict[str, Any]:
         **rollout_figures,
         "logprob_gap_mean": stepper.gap[0],
         "logprob_gap_largest": stepper.gap[1],
+        # A device without memory statistics has a peak of 0.
         "memory_peak": device_memory.peak or None,
         **predicted_memory,
     }
 
 
 def _predict_memory(stepper: _PhaseStepper) -> dict[str, Any]:
-    """Memory as the compiled programs and shapes say it, as a run's start and `check` do."""
+    """Predicts memory from compiled programs and shapes, as runs and `check` do."""
     programs = stepper.programs
+    # The names of a run's programs, as `list_memory_uses` expects them.
     programs_by_name = {
         "train": programs["learn"],
         "prepare": programs["prepare"],
@@ -114,7 +122,8 @@ def _predict_memory(stepper: _PhaseStepper) -> dict[str, Any]:
 
 
 def measure_steps(run: GpuRun) -> dict[str, Any]:
-    """Section 5."""
+    """Measures section 5 and prints its table."""
+    # The weights of earlier sections would take memory from the step.
     run.cells.drop_weights()
     results: dict[str, Any] = {}
     for speculative in (False, True):
@@ -171,7 +180,7 @@ def _steps_table(run: GpuRun, results: dict[str, Any]) -> Table:
 
 
 def _time_learning(run: GpuRun) -> dict[str, Any]:
-    """Seconds of learning from rows of full length, and memory while it runs."""
+    """Measures seconds and memory of learning from rows of full length."""
     mode = StepMode(run.plan, speculative=False)
     start_program, learn_program = (
         run.get_program(mode.program_name(phase)).program for phase in ("start", "learn")
@@ -185,10 +194,12 @@ def _time_learning(run: GpuRun) -> dict[str, Any]:
             state, metrics = _time_phase(phase_seconds, "learn", learn_program, state, finished)
             packing = float(metrics["learner/packing"])
     options, read_lengths = run.options, mode.read_lengths(finished.rollout)
+    # The first call also loads kernels, and disturbances only slow a call down.
     best_seconds = min(phase_seconds["learn"] for phase_seconds in seconds)
     flops = learning_flops(options.step_policy, read_lengths) * (
         FROZEN_FLOPS_SHARE if options.lora_rank else 1
     )
+    # Outputs that alias donated arguments take no memory of their own.
     program_memory = learn_program.memory_analysis()
     argument_bytes = (
         program_memory.argument_size_in_bytes
@@ -210,7 +221,7 @@ def _time_learning(run: GpuRun) -> dict[str, Any]:
 
 
 def measure_learning(run: GpuRun) -> dict[str, Any]:
-    """Section 6."""
+    """Measures section 6 and prints its lines."""
     run.cells.drop_weights()
     result = run.attempt_part("learning", lambda: _time_learning(run))
     if "learn_s" not in result:
@@ -231,7 +242,7 @@ def measure_learning(run: GpuRun) -> dict[str, Any]:
 def _memory_text(row: dict[str, Any]) -> str:
     predicted, peak = row["memory_predicted"], row["memory_peak"]
     if not peak:
-        return f"predicted {_format_mib(predicted)}; this device does not say what is in use"
+        return f"predicted {_format_mib(predicted)}; this device does not report memory in use"
     return (
         f"at most {_format_mib(peak)} in use, predicted {_format_mib(predicted)}"
         f" ({peak / predicted - 1:+.0%})"
@@ -250,6 +261,7 @@ STEPS_SECTION = Section(
     ],
     measure_steps,
 )
+# Section 6 runs only two of the plain step's programs.
 LEARNING_SECTION = Section(
     lambda plan: [
         recipe

@@ -1,0 +1,61 @@
+"""Weights on their way from the learner to the generator.
+
+The learner exports them, they move between meshes, and the generator loads them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Int, Key
+
+from jaxspec.inputs.streams import Stream, stream_key
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.layers import cast_floats
+from jaxspec.models.lora import AdaptedDecoder, merge_lora
+from jaxspec.state import ExportedWeights, PyTree
+
+
+def rounding_key(seed: int, version: Int[Array, ""] | int) -> Key[Array, ""]:
+    """Returns the key by which a version's merged adapters are rounded."""
+    # Only seed and version enter, so a version is rounded alike whenever it generates.
+    return stream_key(seed, Stream.ROUNDING, version)
+
+
+def export_weights(
+    policy: Decoder | AdaptedDecoder,
+    draft: PyTree,
+    dtype: str,
+    version: Int[Array, ""] | int = 0,
+    seed: int = 0,
+) -> ExportedWeights:
+    """Merges adapters, and casts policy and draft to the generator's `dtype`.
+
+    The layout stays the learner's. `seed` is the run's, and rounds merged weights.
+    """
+    networks = merge_lora(policy, rounding_key(seed, version)), draft
+    # Without the barrier XLA gathers some weights first, in the wider type, and then casts them.
+    policy, draft = jax.lax.optimization_barrier(cast_floats(networks, jnp.dtype(dtype)))
+    return ExportedWeights(policy=policy, draft=draft, version=jnp.asarray(version, jnp.int32))
+
+
+def transfer_arrays(tree: Any, source: Mesh, target: Mesh) -> Any:
+    """Moves arrays to the same shards of another mesh.
+
+    The identity on one mesh, also inside a jit. Between two meshes of one process, the arrays must
+    be concrete, with a `NamedSharding` on `source`.
+
+    Raises:
+      ValueError: an axis has another size in the two meshes.
+    """
+    if source == target:
+        return tree
+    if dict(source.shape) != dict(target.shape):
+        raise ValueError(
+            f"arrays on a mesh {dict(source.shape)} do not fit one of {dict(target.shape)};"
+            " reshard them on either side first"
+        )
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(target, leaf.sharding.spec)), tree
+    )

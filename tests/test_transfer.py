@@ -1,0 +1,88 @@
+"""Weights on their way from the learner to the generator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.build import build_step
+from jaxspec.mesh import make_mesh
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.lora import merge_lora
+from jaxspec.transfer import export_weights, rounding_key, transfer_arrays
+from tests.conftest import small_mesh, tiny_model
+from tests.models.adapters import adapted, same_bits
+from tests.whole_step import MODEL as POLICY
+from tests.whole_step import STOP, config_of, start
+
+
+def two_meshes(data: int = 2, other: int = 2) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+    devices = jax.devices()
+    return make_mesh(data, devices=devices[:4]), make_mesh(other, devices=devices[4:])
+
+
+def test_one_mesh_gives_the_very_arrays_also_in_a_jit() -> None:
+    mesh, tree = small_mesh(2), {"w": jnp.arange(4.0), "none": None}
+    assert transfer_arrays(tree, mesh, small_mesh(2)) is tree
+    assert not jax.make_jaxpr(lambda tree: transfer_arrays(tree, mesh, mesh))(tree).jaxpr.eqns
+
+
+def test_shards_keep_their_places_on_the_other_mesh() -> None:
+    source, target = two_meshes()
+    values = {"split": np.arange(12.0).reshape(4, 3), "whole": np.arange(5)}
+    specs = {"split": P("data"), "whole": P()}
+    tree = {
+        name: jax.device_put(value, NamedSharding(source, specs[name]))
+        for name, value in values.items()
+    }
+    moved = transfer_arrays(tree, source, target)
+    for name, leaf in moved.items():
+        np.testing.assert_array_equal(leaf, values[name])
+        assert leaf.sharding == NamedSharding(target, specs[name])
+        for shard in leaf.addressable_shards:
+            place = list(target.devices.flat).index(shard.device)
+            before = tree[name].addressable_shards[place]
+            assert before.device == source.devices.flat[place]
+            assert shard.index == before.index
+
+
+def test_meshes_of_other_shapes_are_refused_with_both() -> None:
+    source, target = two_meshes(2, 4)
+    with pytest.raises(ValueError, match=r"'data': 2.*'data': 4.*reshard"):
+        transfer_arrays({}, source, target)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_exported_weights_are_merged_and_cast_and_have_a_version(dtype: str) -> None:
+    policy = adapted(noise=1e-3, model=tiny_model(dtype=dtype, kv_heads=4))
+    with jax.numpy_dtype_promotion("standard"):
+        exported = export_weights(policy, {"w": jnp.ones(3)}, "bfloat16", jnp.int32(7), seed=3)
+        merged = merge_lora(policy, rounding_key(3, 7))
+        other = export_weights(policy, None, dtype, 7, seed=4)
+    assert isinstance(exported.policy, Decoder)
+    floats = [leaf for leaf in jax.tree.leaves((exported.policy, exported.draft)) if leaf.ndim]
+    assert {leaf.dtype for leaf in floats} == {jnp.dtype("bfloat16")}
+    assert int(exported.version) == 7
+    cast = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), merged)
+    assert same_bits(exported.policy, cast)
+    # Rounding depends on the run's seed where the type is narrow, and on nothing where it is not.
+    assert same_bits(other.policy, merged) == (dtype == "float32")
+    assert other.draft is None
+
+
+def test_the_three_phases_give_what_one_program_gives() -> None:
+    step = build_step(config_of(), small_mesh(4), STOP, POLICY.vocab)
+    state = start(step)
+    whole = jax.jit(step.sync)(state)
+    exported = jax.jit(step.learner.export)(state.learner)
+    arrived = transfer_arrays(exported, step.learner.mesh, step.generator.mesh)
+    loaded = jax.jit(step.generator.load)(arrived, state.generator)
+    jax.tree.map(np.testing.assert_array_equal, loaded, whole)
+    assert jax.tree.structure(loaded) == jax.tree.structure(whole)
+
+
+def test_a_learner_without_a_draft_exports_none() -> None:
+    step = build_step(config_of(kind="none"), small_mesh(), STOP, POLICY.vocab)
+    assert jax.eval_shape(step.learner.export, start(step).learner).draft is None
