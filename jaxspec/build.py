@@ -2,19 +2,16 @@
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
-from jaxspec.config.settings import DraftConfig, ResolvedConfig
+from jaxspec.config.settings import DraftConfig, OptimizerConfig, ResolvedConfig
 from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.kinds import build_draft, build_network, get_kind
-from jaxspec.inputs.checked import ConfigError, require
-from jaxspec.inputs.own_code import describe_error, import_function
+from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.kernels.key_chunks import CHUNK_POSITIONS
 from jaxspec.models.decoder import Decoder
@@ -22,13 +19,15 @@ from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.models.weight_layout import WeightLayout, fastest_layout
 from jaxspec.processes.devices import thread_count
 from jaxspec.rl import advantages, loss_terms, losses, optimizers
-from jaxspec.rl.draft_objective import LOSSES, DraftObjective
+from jaxspec.rl.draft_objective import LOSSES, DraftObjective, UntrainedDraft
 from jaxspec.rl.learner import Learner
+from jaxspec.rl.objective import PolicyObjective
 from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.block import Verification
 from jaxspec.rollout.verification.fused import FUSED, is_supported
+from jaxspec.rollout.verification.modes import Matching, Rejection
 from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
@@ -118,7 +117,7 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
         "reinforce": losses.reinforce_surrogate,
     }[settings.kind]
     if settings.function:
-        surrogate = _import_loss(settings.function)
+        surrogate = losses.import_surrogate(settings.function)
     low, high = settings.importance_bounds
     # GSPO weighs whole sequences. A user's function replaces it, and is of tokens.
     by_sequence = settings.kind == "gspo" and not settings.function
@@ -137,40 +136,6 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
     )
 
 
-def _import_loss(name: str) -> losses.Surrogate:
-    """Imports `loss.function`, and traces it once.
-
-    Raises:
-      ConfigError: it cannot be imported, fails, or does not return one loss per token.
-    """
-    try:
-        function = import_function(name)
-
-        def trace_loss() -> Any:
-            # Rows and tokens differ in number, so that swapped axes are noticed.
-            zeros = jnp.zeros((2, 3), jnp.float32)
-            inputs = dict.fromkeys(loss_terms.LossInputs._fields, zeros)
-            inputs |= {"loss_mask": zeros == 0, "text_start": zeros.astype(jnp.int32)}
-            loss = function(loss_terms.LossInputs(**inputs))
-            return loss.by_label if isinstance(loss, loss_terms.Loss) else jnp.asarray(loss)
-
-        # Only shapes are computed. Otherwise an error would appear after minutes of compilation.
-        shape = jax.eval_shape(trace_loss).shape
-    except Exception as error:  # a user's code may raise anything
-        raise ConfigError(f"loss.function {name}: {describe_error(error)}") from error
-    require(
-        shape == (2, 3),
-        f"loss.function {name} gives an array of shape {shape} for tokens of shape (2, 3); give the"
-        " loss at each token, and leave their mean to loss.aggregation",
-    )
-
-    def surrogate(inputs: loss_terms.LossInputs) -> loss_terms.Loss:
-        loss = function(inputs)
-        return loss if isinstance(loss, loss_terms.Loss) else loss_terms.Loss(loss)
-
-    return surrogate
-
-
 def _build_kl_penalty(config: ResolvedConfig, in_loss: bool) -> loss_terms.KlPenalty | None:
     """Builds the KL penalty. None if it is not charged there."""
     kl = config.kl
@@ -183,70 +148,25 @@ def _build_kl_penalty(config: ResolvedConfig, in_loss: bool) -> loss_terms.KlPen
 def _build_learner(
     config: ResolvedConfig, mesh: Mesh, processing: Processing, generator: Generator
 ) -> Learner:
-    settings, training = config.optimizer, config.draft_training
-    kind = get_kind(config.rollout.draft.kind)
-    objective = None
-    if kind.learned is not None:
-        depths, decay = training.ttt_steps, training.decay
-        loss, temperature = LOSSES[training.loss], processing.temperature
-        objective = DraftObjective(loss, depths, decay, temperature, kind.learned.unroll)
-    batch = config.batch
+    settings, batch, rates = config.optimizer, config.batch, config.learning_rates
     # The optimizer counts updates, of which a batch has several.
     steps = config.steps * batch.mini_batches * batch.epochs
-    rows = batch.prompts * batch.group_size // batch.mini_batches
-    rates, adam = config.learning_rates, settings.adam
     rate = optimizers.warmup_schedule(
-        settings.schedule, rates.policy, settings.warmup_steps, steps, adam.schedule_floor
+        settings.schedule, rates.policy, settings.warmup_steps, steps, settings.adam.schedule_floor
     )
-    make_optimizer = {"adamw": optimizers.adamw, "muon": optimizers.muon}[settings.kind]
-
-    def store_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        moment_type = config.optimizer.moments
-        return (
-            optimizer
-            if moment_type == "float32"
-            else optimizers.with_state_dtype(moment_type, optimizer)
-        )
-
-    b1, b2 = adam.betas
-    constants = optimizers.AdamConstants(
-        b1, b2, adam.eps, decays_matrices_only=adam.decay == "matrices"
-    )
-    policy = make_optimizer(rate, settings.grad_clip, settings.weight_decay, constants)
-    policy = store_moments(
-        optimizers.freeze_weights(("router",), policy) if settings.freeze_router else policy
-    )
-    memory_kinds = (
-        [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
-        if config.optimizer.offload
-        else [HOST_MEMORY]
-    )
-    problem = (
-        f"optimizer.offload keeps moments in memory of kind {HOST_MEMORY}, and JAX has none for"
-        f" these devices, only {', '.join(memory_kinds)}"
-    )
-    require(
-        HOST_MEMORY in memory_kinds,
-        f"{problem}; leave it out, and see --optimizer.moments and --lora.rank for less of them",
-    )
+    policy_optimizer = _build_policy_optimizer(settings, rate, mesh)
+    draft_optimizer = optimizers.adamw(rates.draft, config.draft_training.grad_clip)
     return Learner(
         mesh=mesh,
         shard_above=config.mesh.shard_above,
         dtype=config.model.dtype,
         micro_tokens=batch.micro_tokens or default_micro_tokens(config, mesh),
         processing=processing,
-        policy_loss=_build_policy_loss(config),
-        draft_objective=objective,
+        policy_objective=_build_policy_objective(config),
+        draft_objective=_build_draft_objective(config, processing.temperature),
         taps=generator.taps,
-        policy_optimizer=optimizers.OffloadedOptimizer(*policy)
-        if config.optimizer.offload
-        else policy,
-        draft_optimizer=store_moments(optimizers.adamw(rates.draft, training.grad_clip)),
-        aggregation={
-            "token": losses.token_mean,
-            "sequence": losses.sequence_mean,
-            "constant": losses.ConstantDivisor(config.rollout.max_new_tokens, rows),
-        }[config.loss.aggregation],
+        policy_optimizer=policy_optimizer,
+        draft_optimizer=_store_moments(settings.moments, draft_optimizer),
         epochs=batch.epochs,
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
@@ -260,6 +180,69 @@ def _build_learner(
         ),
         seed=config.seed,
     )
+
+
+def _build_policy_objective(config: ResolvedConfig) -> PolicyObjective:
+    """Builds the objective of the policy."""
+    batch = config.batch
+    rows = batch.prompts * batch.group_size // batch.mini_batches
+    aggregation = {
+        "token": losses.token_mean,
+        "sequence": losses.sequence_mean,
+        "constant": losses.ConstantDivisor(config.rollout.max_new_tokens, rows),
+    }[config.loss.aggregation]
+    return PolicyObjective(_build_policy_loss(config), aggregation)
+
+
+def _build_draft_objective(
+    config: ResolvedConfig, temperature: float
+) -> DraftObjective | UntrainedDraft:
+    """Builds the objective of the draft."""
+    learned_kind, training = get_kind(config.rollout.draft.kind).learned, config.draft_training
+    if learned_kind is None:
+        return UntrainedDraft()
+    loss, depths, decay = LOSSES[training.loss], training.ttt_steps, training.decay
+    return DraftObjective(loss, depths, decay, temperature, learned_kind.unroll)
+
+
+def _build_policy_optimizer(
+    settings: OptimizerConfig, rate: optax.Schedule, mesh: Mesh
+) -> optax.GradientTransformation:
+    """Builds the optimizer of the policy.
+
+    Raises:
+      ConfigError: moments are to be offloaded, and the devices have no such memory.
+    """
+    make_optimizer = {"adamw": optimizers.adamw, "muon": optimizers.muon}[settings.kind]
+    adam = settings.adam
+    b1, b2 = adam.betas
+    constants = optimizers.AdamConstants(
+        b1, b2, adam.eps, decays_matrices_only=adam.decay == "matrices"
+    )
+    policy = make_optimizer(rate, settings.grad_clip, settings.weight_decay, constants)
+    policy = _store_moments(
+        settings.moments,
+        optimizers.freeze_weights(("router",), policy) if settings.freeze_router else policy,
+    )
+    if not settings.offload:
+        return policy
+    memory_kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+    problem = (
+        f"optimizer.offload keeps moments in memory of kind {HOST_MEMORY}, and JAX has none for"
+        f" these devices, only {', '.join(memory_kinds)}"
+    )
+    require(
+        HOST_MEMORY in memory_kinds,
+        f"{problem}; leave it out, and see --optimizer.moments and --lora.rank for less of them",
+    )
+    return optimizers.OffloadedOptimizer(*policy)
+
+
+def _store_moments(
+    dtype: str, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Stores the moments of an optimizer in `dtype`."""
+    return optimizer if dtype == "float32" else optimizers.with_state_dtype(dtype, optimizer)
 
 
 # An accelerator needs many tokens to be busy. On a CPU, activations should stay in a core's cache:
@@ -324,8 +307,11 @@ def _build_generator(
         group_size=batch.group_size,
         max_new_tokens=rollout.max_new_tokens,
         processing=processing,
-        # "coupled" has no rule: a draft is kept if it equals the token that the target samples.
-        rule={"block": block_rule, "token": token_rule, "coupled": None}[rollout.verify],
+        mode={
+            "block": Rejection(block_rule),
+            "token": Rejection(token_rule),
+            "coupled": Matching(),
+        }[rollout.verify],
         grid=_temperature_factors(config),
         page_size=_page_size(config, mesh),
         chunk=CHUNK_POSITIONS if meshes.has_single_cpu_shards(mesh) else 0,

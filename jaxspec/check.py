@@ -42,7 +42,7 @@ from jaxspec.data.scoring import make_scorers, try_scorers
 from jaxspec.host import memory
 from jaxspec.host.check_report import CheckResult, StepTarget, as_json, format_gib, print_report
 from jaxspec.host.fit import DoesNotFit, FittedStep, fit_step
-from jaxspec.host.job import Job, make_job, run_without_saving, start_jax
+from jaxspec.host.job import make_job, run_without_saving, start_jax
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.inputs.checked import require
 from jaxspec.models.attention import BLOCK
@@ -144,7 +144,7 @@ def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
                 log.print_line(
                     f"using {len(used_target.devices)} of {len(target.devices)} devices: {reason}"
                 )
-            return compile_step(job, used_target, unchecked, log, heartbeat)
+            return compile_step(job.config, job.step, used_target, unchecked, log, heartbeat)
 
 
 # ---- compiling
@@ -189,16 +189,19 @@ def make_target(config: ResolvedConfig, name: str, count: int) -> StepTarget:
 
 
 def compile_step(
-    job: Job, target: StepTarget, unchecked: list[str], log: StderrCapture, heartbeat: Heartbeat
+    config: ResolvedConfig,
+    step: Step,
+    target: StepTarget,
+    unchecked: list[str],
+    log: StderrCapture,
+    heartbeat: Heartbeat,
 ) -> CheckResult:
     """Compiles the step and analyzes the program."""
-    config, prompts = job.config, job.config.batch.prompts
+    prompts, mesh = config.batch.prompts, step.learner.mesh
     seconds: list[float] = []
 
     def compile_runner(step: Step) -> StepSchedule:
-        log.print_line(
-            f"compiling the step for {job.mesh.size} x {target.label}; this takes minutes"
-        )
+        log.print_line(f"compiling the step for {mesh.size} x {target.label}; this takes minutes")
         heartbeat.start_activity("tracing the step")
         start_time = time.perf_counter()
         runner = compile_fused_schedule(step, prompts, heartbeat.print_line)
@@ -211,7 +214,7 @@ def compile_step(
     # Temporaries of a CPU program differ from those of a GPU, so they cannot exceed a limit here.
     limit = sys.maxsize if target.virtual else target.memory_limit
     try:
-        fit = fit_step(job.step, prompts, compile_runner, automatic_sizes(config, job.mesh), limit)
+        fit = fit_step(step, prompts, compile_runner, automatic_sizes(config, mesh), limit)
     except DoesNotFit as error:
         fit, reason = error.smallest, str(error)
     fit = dataclasses.replace(fit, limit=target.memory_limit)
@@ -222,7 +225,7 @@ def compile_step(
         expected = expected._replace(layer_cache_bytes=0, is_paged=False)
     analysis = findings.analyze_step(fit.compiled.programs["step"].as_text(), expected, target.card)
     warnings = [*log.resharding_messages, *analysis.warnings]
-    return CheckResult(job, target, unchecked, fit, reason, analysis, warnings, seconds)
+    return CheckResult(config, target, unchecked, fit, reason, analysis, warnings, seconds)
 
 
 def _overflow_reason(fit: FittedStep) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 from rich import box
 from rich.table import Table
 
@@ -54,15 +55,18 @@ from jaxspec.host.starts import data_digests
 from jaxspec.host.workdir import lock_workdir
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names, read_json
+from jaxspec.metrics.files import to_json_value
 from jaxspec.preparation.policy import load_draft, load_policy
 from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import TrainState
+from jaxspec.step import Step
 from jaxspec.system.files import write_text_atomic
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import to_json_value
 from jaxspec.system.progress import Progress, Screen
+from jaxspec.system.terminal import LinePrinter
+from jaxspec.tokens.tokenizer import Tokenizer
 
 COMMAND = "python -m jaxspec.evaluate"
 ABOUT = """Evaluates a policy on sets of problems: eval.sets of a config, or its held-out problems.
@@ -106,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         return resolved
 
     def run_job(job: Job, interrupt: Interrupt) -> int:
-        with lock_workdir(job, refuse_run_folder) as folder:
+        with lock_workdir(job.config, job.say, refuse_run_folder) as folder:
             return run_evaluation(job, interrupt, folder, run)
 
     return run_config(resolve, run_job)
@@ -195,11 +199,13 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
         ):
             job.say(line)
         # After bad data was refused, which should leave no trace in the folder.
-        claim_folder(job, folder, run)
+        claim_folder(job.config, job.mesh, folder, run)
         try_scorers(job.config, sets, scorers)
-        job = replace(job, step=replace(job.step, learner=without_optimizers(job.step.learner)))
         start_time = time.perf_counter()
-        program = compile_evaluator(job, sets, scorers, with_text=True)
+        step = replace(job.step, learner=without_optimizers(job.step.learner))
+        program = compile_evaluator(
+            job.config, step, job.tokenizer, sets, scorers, job.say, with_text=True
+        )
         job.say(f"compiled in {time.perf_counter() - start_time:.1f} s")
     evaluator, records = program.evaluator, RecordFile(folder, jax.process_index())
     # A killed process may have left half a line. The complete ones stay.
@@ -208,7 +214,9 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
     remaining = evaluator.remaining_chunks(answered)
     if remaining:
         with interrupt.exit_on_signal("loading the weights"):
-            answer_prompts = program.bind(load_weights(job, interrupt, run))
+            answer_prompts = program.bind(
+                load_weights(job.config, step, job.tokenizer, run, interrupt, job.say)
+            )
         done_count = len(evaluator.chunks) - len(remaining)
         if done_count:
             job.say(f"{done_count} of {len(evaluator.chunks)} calls are already in {folder}")
@@ -268,27 +276,30 @@ def answer_problems(
     return new_records
 
 
-def refuse_run_folder(job: Job, folder: Path) -> None:
+def refuse_run_folder(folder: Path) -> None:
     """Raises `ConfigError` for a training run's folder."""
     # A run writes its own evaluations to a file of the same name.
     run_files = [name for name in ("config.json", "metrics.jsonl") if (folder / name).exists()]
     require(not run_files, f"{folder} is the folder of a training run; name another with --workdir")
 
 
-def claim_folder(job: Job, folder: Path, run: SavedRun | None) -> None:
+def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun | None) -> None:
     """Writes down what is evaluated in the folder.
 
     Raises:
       ConfigError: the folder has answers of another evaluation.
     """
-    config = to_json(job.config)
-    paths = job.config.model.path, job.config.lora.path, job.config.rollout.draft.path
+    paths = config.model.path, config.lora.path, config.rollout.draft.path
     weights = {path: fingerprint_checkpoint(path) for path in paths if path}
     if run is not None:
         weights = {"checkpoint": str(run.checkpoints / str(run.number))}
-    # Both decide which process answers a problem, and in which call.
-    mesh = {"processes": jax.process_count(), **dict(job.mesh.shape)}
-    claim = {"config": config, "data": data_digests(job.config), "weights": weights, "mesh": mesh}
+    claim = {
+        "config": to_json(config),
+        "data": data_digests(config),
+        "weights": weights,
+        # Both decide which process answers a problem, and in which call.
+        "mesh": {"processes": jax.process_count(), **dict(mesh.shape)},
+    }
 
     def check_claim() -> None:
         file = folder / EVALUATION_FILE
@@ -321,17 +332,25 @@ def without_optimizers(learner: Learner) -> Learner:
     return replace(learner, policy_optimizer=identity, draft_optimizer=identity)
 
 
-def load_weights(job: Job, interrupt: Interrupt, run: SavedRun | None) -> TrainState:
+def load_weights(
+    config: ResolvedConfig,
+    step: Step,
+    tokenizer: Tokenizer,
+    run: SavedRun | None,
+    interrupt: Interrupt,
+    say: LinePrinter,
+) -> TrainState:
     """Loads policy and draft.
 
     They come from `run`, or from the checkpoints that the config names.
     """
-    step, factors = job.step, None
+    factors = None
     if run is None:
         shapes = jax.eval_shape(step.init_draft)
-        policy, network = load_policy(job, interrupt), load_draft(job, shapes)
+        policy = load_policy(config, step, tokenizer, interrupt, say)
+        network = load_draft(config, shapes, say)
     else:
-        restored_state, generator = restore_merged_state(run, job)
+        restored_state, generator = restore_merged_state(run, config, step)
         policy, draft = restored_state.learner.policy.network, restored_state.learner.draft
         network = draft.network if draft else None
         # The run chose its draft temperatures by these measurements.

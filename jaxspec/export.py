@@ -41,6 +41,7 @@ from jaxspec.inputs.checked import CheckedConfig, require
 from jaxspec.models.lora import AdaptedDecoder, change_retention, merge_lora
 from jaxspec.processes.devices import count_devices
 from jaxspec.state import PyTree
+from jaxspec.step import Step
 from jaxspec.system.files import SaveError, expand_user_path
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
@@ -73,6 +74,8 @@ TOKENIZER_FILES = (
 )
 """Files of a tokenizer, copied unchanged."""
 GENERATION_CONFIG = "generation_config.json"
+DraftFormat = Literal["raw", "speculators", "none"]
+"""Format of an exported draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class ExportOptions(CheckedConfig, prefix="--"):
 
     out: str = ""
     """Folder to write. It must not exist yet."""
-    draft: Literal["raw", "speculators", "none"] = "raw"
+    draft: DraftFormat = "raw"
     """Format of an EAGLE-3 head: `raw` loads in SGLang, vLLM and SpecForge, `speculators` in vLLM.
     Only vLLM is sure to read unusual taps. `none` leaves the draft out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -123,7 +126,7 @@ def export_run(run: SavedRun, options: ExportOptions) -> Path:
     partial_folder = temporary_folder(options)
     try:
         partial_folder.mkdir(parents=True)
-        _write_folder(partial_folder, out, job, run, options)
+        _write_folder(partial_folder, out, job.config, job.step, job.tokenizer, run, options)
         partial_folder.rename(out)
     except OSError as error:
         raise SaveError(
@@ -151,33 +154,43 @@ def _open_job(config: ResolvedConfig) -> Job:
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 
 
-def _write_folder(folder: Path, out: Path, job: Job, run: SavedRun, options: ExportOptions) -> None:
+def _write_folder(
+    folder: Path,
+    out: Path,
+    config: ResolvedConfig,
+    step: Step,
+    tokenizer: Tokenizer,
+    run: SavedRun,
+    options: ExportOptions,
+) -> None:
     """Writes all files to `folder`, which becomes `out`."""
-    model = job.config.model
-    state = read_state(run, job.step, options.draft != "none")
+    model = config.model
+    state = read_state(run, step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
     learner = state.learner
     policy, network = learner.policy.network, learner.draft.network if learner.draft else None
     policy_dtype = dtype
     if isinstance(policy, AdaptedDecoder):
-        _write_adapter(folder, out, job, policy, dtype)
+        _write_adapter(folder, out, config, tokenizer, policy, dtype)
         if options.dtype == "auto":
             policy_dtype = np.promote_types(dtype, np.float32)
         _report_rounding(policy, policy_dtype)
         policy = jax.jit(merge_lora)(policy)
-    content = policy_config_json(model, policy_dtype.name, _special_ids(job.tokenizer))
+    content = policy_config_json(model, policy_dtype.name, _special_ids(tokenizer))
     tensors = list(stream_tensors(policy_mappings(model), policy, policy_dtype))
-    draft_files = None if network is None else _export_draft(network, out, job, options, dtype)
+    draft_files = None
+    if network is not None:
+        draft_files = _export_draft(network, out, config, tokenizer, options.draft, dtype)
     # MTP layers are part of the policy's checkpoint. Other drafts have a folder.
     if draft_files is not None and draft_files.merge_with_policy:
         content, tensors = content | draft_files.config, [*tensors, *draft_files.tensors]
     _write_json(folder / CONFIG_FILE, content)
-    _write_tokenizer(folder, job)
+    _write_tokenizer(folder, config, tokenizer)
     _write_weights(folder, "policy", tensors)
     if draft_files is not None and not draft_files.merge_with_policy:
         (folder / "draft").mkdir()
         if draft_files.needs_tokenizer:
-            _write_tokenizer(folder / "draft", job)
+            _write_tokenizer(folder / "draft", config, tokenizer)
         _write_json(folder / "draft" / CONFIG_FILE, draft_files.config)
         _write_weights(folder / "draft", "draft", draft_files.tensors)
 
@@ -197,9 +210,16 @@ def _report_rounding(policy: AdaptedDecoder, dtype: Any) -> None:
     )
 
 
-def _write_adapter(folder: Path, out: Path, job: Job, policy: AdaptedDecoder, dtype: Any) -> None:
+def _write_adapter(
+    folder: Path,
+    out: Path,
+    config: ResolvedConfig,
+    tokenizer: Tokenizer,
+    policy: AdaptedDecoder,
+    dtype: Any,
+) -> None:
     """Writes the trained adapters, and their base if needed."""
-    config, base = job.config, job.config.model.path
+    base = config.model.path
     (folder / "adapter").mkdir()
     # Adapters that the run started from were merged into its base, which no folder has yet.
     if config.lora.path or not base:
@@ -207,9 +227,9 @@ def _write_adapter(folder: Path, out: Path, job: Job, policy: AdaptedDecoder, dt
         (folder / "base").mkdir()
         _write_json(
             folder / "base" / CONFIG_FILE,
-            policy_config_json(config.model, dtype.name, _special_ids(job.tokenizer)),
+            policy_config_json(config.model, dtype.name, _special_ids(tokenizer)),
         )
-        _write_tokenizer(folder / "base", job)
+        _write_tokenizer(folder / "base", config, tokenizer)
         _write_weights(
             folder / "base",
             "base",
@@ -229,16 +249,21 @@ def _write_adapter(folder: Path, out: Path, job: Job, policy: AdaptedDecoder, dt
 
 
 def _export_draft(
-    network: PyTree, out: Path, job: Job, options: ExportOptions, dtype: Any
+    network: PyTree,
+    out: Path,
+    config: ResolvedConfig,
+    tokenizer: Tokenizer,
+    file_format: DraftFormat,
+    dtype: Any,
 ) -> DraftFiles:
     """Exports a learned draft, for a policy in `out`."""
-    draft = job.config.rollout.draft
+    draft = config.rollout.draft
     request = ExportSpec(
-        policy=replace(job.config.model, path=str(out)),
-        format=options.draft,
+        policy=replace(config.model, path=str(out)),
+        format=file_format,
         dtype=dtype,
         draft_length=draft.max_draft_length,
-        special_tokens=_special_ids(job.tokenizer),
+        special_tokens=_special_ids(tokenizer),
     )
     return get_learned(draft.kind).export_files(network, request)
 
@@ -256,21 +281,21 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return ids | ({"bos_token_id": tokenizer.bos_ids[0]} if tokenizer.bos_ids else {})
 
 
-def _write_tokenizer(folder: Path, job: Job) -> None:
+def _write_tokenizer(folder: Path, config: ResolvedConfig, tokenizer: Tokenizer) -> None:
     """Writes the tokenizer and a generation config."""
-    source = Path(job.config.data.tokenizer)
-    if job.config.data.tokenizer:
+    source = Path(config.data.tokenizer)
+    if config.data.tokenizer:
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
     else:
-        job.tokenizer.save(str(folder))
+        tokenizer.save(str(folder))
     # Without a generation config, other libraries would not know all end tokens.
     if not (folder / GENERATION_CONFIG).is_file():
-        generation = {**_special_ids(job.tokenizer), "eos_token_id": list(job.tokenizer.stop_ids)}
+        generation = {**_special_ids(tokenizer), "eos_token_id": list(tokenizer.stop_ids)}
         _write_json(
             folder / GENERATION_CONFIG,
-            {**generation, "do_sample": True, "temperature": job.config.rollout.temperature or 1.0},
+            {**generation, "do_sample": True, "temperature": config.rollout.temperature or 1.0},
         )
 
 

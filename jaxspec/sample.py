@@ -328,7 +328,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error
     problems = [encode_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, start_time = Console(), time.perf_counter()
-    loaded_run = LoadedRun(job, restore_weights(run, job, options.samples), options.samples)
+    weights = restore_weights(run, job.config, job.step, options.samples)
+    loaded_run = LoadedRun(job.step, job.tokenizer.pad_id, weights, options.samples)
     rollout = config.rollout
     kind = rollout.draft.kind
     kind = (
@@ -344,19 +345,28 @@ def main(argv: Sequence[str]) -> int:
     _print_legend(console, rollout)
     for problem in problems:
         answer_prompt(console, loaded_run, problem, job.tokenizer, options.samples)
-    return 0 if problems else _answer_lines(console, loaded_run, options.samples)
+    if problems:
+        return 0
+    return _answer_lines(console, loaded_run, job.config, job.tokenizer, options.samples)
 
 
-def _answer_lines(console: Console, loaded_run: LoadedRun, samples: int) -> int:
+def _answer_lines(
+    console: Console,
+    loaded_run: LoadedRun,
+    config: ResolvedConfig,
+    tokenizer: Tokenizer,
+    samples: int,
+) -> int:
+    """Answers the lines of standard input. Returns the exit status."""
     status = 0
     for text in _read_lines(console):
         try:
-            problem = encode_prompt(text, loaded_run.job.config, loaded_run.job.tokenizer)
+            problem = encode_prompt(text, config, tokenizer)
         except ConfigError as error:  # the next line may be valid
             print(f"error: {error}", file=sys.stderr, flush=True)
             status = 2
         else:
-            answer_prompt(console, loaded_run, problem, loaded_run.job.tokenizer, samples)
+            answer_prompt(console, loaded_run, problem, tokenizer, samples)
     return status
 
 

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, Int
 from jaxspec import mesh as meshes
 from jaxspec.drafts.kinds import check_fits
 from jaxspec.drafts.schedule import Schedule
+from jaxspec.metrics.mean import Mean, Metrics
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.logprobs import response_mask
 from jaxspec.rl.loss_terms import KlPenalty
-from jaxspec.rl.optimizers import Metrics
 from jaxspec.rl.train_batch import TrainBatch, empty_plan, plan_packing
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import PackingPlan, Prompts, PyTree, RolloutWeights, ScoredRollout, TrainState
@@ -159,7 +159,7 @@ class Step:
         kl = kl_to_go[:, 0]
         count = jnp.sum(scored.valid, dtype=kl.dtype)
         mean = jnp.sum(jnp.where(scored.valid, kl, 0)) / jnp.maximum(count, 1)
-        metrics = {"reward/kl": jnp.where(scored.learn & (count > 0), mean, jnp.nan)}
+        metrics: Metrics = {"reward/kl": Mean.from_value(mean, scored.learn & (count > 0))}
         if penalty.reward_to_go:
             return self.build_batch(scored, penalty.beta * kl_to_go), metrics
         rewards = scored.rewards.astype(kl.dtype) - penalty.beta * kl

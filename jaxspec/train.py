@@ -14,16 +14,18 @@ from pathlib import Path
 import jax
 
 from jaxspec.config import algorithms
-from jaxspec.config.settings import parse_range
+from jaxspec.config.settings import ResolvedConfig, parse_range
 from jaxspec.data.census import take_census
-from jaxspec.data.problems import describe_problems, load_sets
-from jaxspec.data.scoring import make_scorers, try_scorers
+from jaxspec.data.problems import ProblemSets, describe_problems, load_sets
+from jaxspec.data.scoring import Judge, make_scorers, try_scorers
 from jaxspec.host import starts
 from jaxspec.host import workdir as workdirs
 from jaxspec.host.job import Job, run_program
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.metrics.files import MetricsWriter
+from jaxspec.rewards.scorer import SetScorers
 from jaxspec.run.closing import close_run
 from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.evaluations import open_evaluations
@@ -33,9 +35,10 @@ from jaxspec.run.start import adapt_run, empty_history, read_offline_text, start
 from jaxspec.run.state import RunState, restore_run
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress
+from jaxspec.system.terminal import LinePrinter
 from jaxspec.system.trace import Profiler
+from jaxspec.tokens.tokenizer import Tokenizer
 
 ABOUT = "Post-trains a language model with GRPO and lossless speculative rollouts."
 
@@ -48,7 +51,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
             "rollout.temperature is 0: every answer of a group would be the same, and none better;"
             " set it above 0 to train"
         )
-    with workdirs.lock_workdir(job) as workdir:
+    with workdirs.lock_workdir(job.config, job.say) as workdir:
         return run_training(workdirs.restore_sizes(job, workdir), interrupt, workdir)
 
 
@@ -57,20 +60,13 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     config = job.config
     with contextlib.ExitStack() as stack:
         with interrupt.exit_on_signal("starting"):
-            start_record = starts.report_start(job, workdir)
+            start_record = starts.report_start(config, job.mesh, workdir, job.say)
             scorers = make_scorers(config)  # first, since reading the problems may take long
-            sets = load_sets(config, job.tokenizer)
-            notices = (
-                *describe_problems(config, sets),
-                *take_census(config, sets),
-                *scorers.remarks,
-            )
-            for notice in (*algorithms.collect_warnings(config), *notices):
-                job.say(notice)
-            try_scorers(config, sets, scorers)
-            offline_text = read_offline_text(job)
+            sets = _load_problems(config, job.tokenizer, scorers, job.say)
+            prompts, pad_id = config.batch.prompts, job.tokenizer.pad_id
+            offline_text = read_offline_text(config, job.tokenizer, job.say)
             checkpoints = Checkpoints(workdir / starts.CHECKPOINTS, log=job.say)
-            run = restore_run(job, checkpoints, empty_history(config))
+            run = restore_run(job.step, prompts, checkpoints, empty_history(config))
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
             elif run.has_ended(config.steps):
@@ -78,29 +74,55 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                     f"{workdir} has all {config.steps} batches already; raise --steps to go on, or"
                     " choose another --workdir"
                 )
-                return close_run(job, PromptSource(job, sets, run.history), run, workdir)
+                source = PromptSource(sets, job.step.generator, prompts, pad_id, run.history)
+                return close_run(config, job.step, source, run, workdir, job.say)
             else:
                 job.say(f"resuming {config.workdir} at batch {run.next_batch}")
             # What does not fit is refused before any weights are trained.
             job, schedule = compile_schedule(job, stack)
-            source = PromptSource(job, sets, run.history if run else None)
-            scorer = RolloutScorer(job, source, scorers)
-            filler = BatchFiller(job, scorer) if job.step.uses_dynamic_sampling else None
+            history = run.history if run else None
+            source = PromptSource(sets, job.step.generator, prompts, pad_id, history)
+            judge = Judge(scorers, job.tokenizer, source.group_size)
+            scorer = RolloutScorer(job.config, job.step, source, judge, job.say)
+            filler = None
+            if job.step.uses_dynamic_sampling:
+                filler = BatchFiller(config.dynamic_sampling, job.step, prompts, scorer)
             evaluations = stack.enter_context(
                 open_evaluations(job, source, scorer, scorers, schedule, workdir)
             )
             if run is None:
-                run = start_run(job, interrupt, source, filler, offline_text)
+                run = start_run(
+                    job.config,
+                    job.step,
+                    job.tokenizer,
+                    source,
+                    filler,
+                    offline_text,
+                    interrupt,
+                    job.say,
+                )
             else:
                 # Checkpoints have no plans, which depend on the mesh.
                 for batch in run.queue:
                     batch.rollout = scorer.plan_micro_batches(batch.rollout)
-                adapt_run(job, run, source, schedule)
+                adapt_run(job.step, run, source, schedule, job.say)
             job.say(f"batch {run.next_batch} of {config.steps} is next")
             # Last, so that a start that fails leaves no record.
-            starts.record_start(job, workdir, start_record)
+            starts.record_start(job.config, workdir, start_record)
         host = Host(source, scorer, filler, evaluations, checkpoints, schedule)
         return run_loop(job, interrupt, host, run)
+
+
+def _load_problems(
+    config: ResolvedConfig, tokenizer: Tokenizer, scorers: SetScorers, say: LinePrinter
+) -> ProblemSets:
+    """Loads the problems, reports on them, and tries the scorers on them."""
+    sets = load_sets(config, tokenizer)
+    notices = *describe_problems(config, sets), *take_census(config, sets), *scorers.remarks
+    for notice in (*algorithms.collect_warnings(config), *notices):
+        say(notice)
+    try_scorers(config, sets, scorers)
+    return sets
 
 
 def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
@@ -118,7 +140,7 @@ def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
             profiled_calls, trace_file, tuple(host.schedule.programs.values()), print
         )
         with contextlib.closing(profiler), Progress("rl", config.steps, process) as progress:
-            loop = Loop(job, interrupt, host, writer, progress, profiler)
+            loop = Loop(config, job.step, interrupt, host, writer, progress, profiler)
             is_done = loop.run_to_end(run)
     workdirs.mark_saved(workdir)
     if not is_done:
@@ -129,7 +151,7 @@ def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
         job.say(f"stopped before batch {run.next_batch}; the same command {remedy}")
         return interrupt.exit_status
     with interrupt.exit_on_signal("comparing with plain decoding"):
-        return close_run(job, host.source, run, workdir, loop.unsaved)
+        return close_run(config, job.step, host.source, run, workdir, job.say, loop.unsaved)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
         for line in (*collect_draft_warnings(job.config), *describe_problems(job.config, sets)):
             job.say(line)
         text = draft_data.read_training_text(job.config, job.tokenizer, job.say)
-    weights = get_or_train_draft(job, interrupt, text)
+    weights = get_or_train_draft(job.config, job.step, job.tokenizer, text, interrupt, job.say)
     if jax.process_index() == 0:
         outcome = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
         Screen().print(closing_table(outcome, max(training.ttt_steps, draft.max_draft_length)))

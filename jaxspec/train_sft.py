@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
     prepare_process()
 
+from functools import partial
 
 from jaxspec.config.unused import POLICY_SETTINGS
 from jaxspec.host.job import Job, run_program
@@ -28,7 +29,8 @@ def main(job: Job, interrupt: Interrupt) -> int:
     if job.config.sft.steps == 0:
         raise ConfigError("sft.steps is 0, so there is nothing to train; set --sft.steps")
     # The other processes read the file that process 0 writes.
-    job.say(f"policy: {run_in_process_0_first(lambda: get_or_train_policy(job, interrupt))}")
+    train = partial(get_or_train_policy, job.config, job.step, job.tokenizer, interrupt, job.say)
+    job.say(f"policy: {run_in_process_0_first(train)}")
     return 0
 
 

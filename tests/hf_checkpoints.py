@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.drafts.mtp import mtp_mappings
 from jaxspec.hf.draft_tensors import export_tensors
-from jaxspec.hf.eagle3_config import HeadFormat
+from jaxspec.hf.eagle3_json import HeadFormat
 from jaxspec.hf.eagle3_tensors import head_tensors
 from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint
 from jaxspec.inputs.spec import ModelSpec

@@ -14,12 +14,19 @@ from jaxspec.inputs.spec import FamilySpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.loss_terms import LossInputs
+from jaxspec.rl.objective import PolicyObjective
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
 
 
 def step_of(**parts: Any) -> Step:
     return build_step(tiny_config(tiny_model(dtype="float32"), **parts), small_mesh(), (1,), 11)
+
+
+def objective_of(**changes: Any) -> PolicyObjective:
+    objective = step_of(**changes).learner.policy_objective
+    assert isinstance(objective, PolicyObjective)
+    return objective
 
 
 def inputs() -> LossInputs:
@@ -34,14 +41,14 @@ def inputs() -> LossInputs:
 
 def test_the_constant_is_the_longest_response() -> None:
     """Not the longest row."""
-    aggregation: Any = step_of(loss=LossConfig(aggregation="constant")).learner.aggregation
+    aggregation: Any = objective_of(loss=LossConfig(aggregation="constant")).aggregation
     assert aggregation.max_length == 6
 
 
 def test_a_constant_counts_the_rows_of_a_mini_batch() -> None:
     batch = BatchConfig(prompts=8, group_size=2, mini_batches=4)
-    step = step_of(loss=LossConfig(aggregation="constant"), batch=batch)
-    aggregation: Any = step.learner.aggregation
+    loss = LossConfig(aggregation="constant")
+    aggregation: Any = objective_of(loss=loss, batch=batch).aggregation
     assert aggregation.row_count == 4
 
 
@@ -63,8 +70,7 @@ def test_a_schedule_ends_with_the_last_update(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("importance", [True, False])
 def test_kl_importance_weighs_the_estimate(importance: bool) -> None:
     kl = KlConfig(beta=0.1, estimator="k3", where="loss", importance=importance)
-    loss, given = step_of(kl=kl).learner.policy_loss, inputs()
-    assert loss is not None
+    loss, given = objective_of(kl=kl).loss, inputs()
     policy, sampled, reference = (
         np.asarray(part, np.float64)
         for part in (given.policy_logprobs, given.sampled_logprobs, given.reference_logprobs)
@@ -75,11 +81,7 @@ def test_kl_importance_weighs_the_estimate(importance: bool) -> None:
 
 
 def test_an_entropy_bonus_lowers_the_loss() -> None:
-    plain, bonus = (
-        step_of(loss=LossConfig(entropy=weight)).learner.policy_loss for weight in (0.0, 0.5)
-    )
-    assert plain is not None
-    assert bonus is not None
+    plain, bonus = (objective_of(loss=LossConfig(entropy=weight)).loss for weight in (0.0, 0.5))
     given = inputs()
     change = bonus(given).by_label - plain(given).by_label
     np.testing.assert_allclose(change, -0.5 * given.entropy, atol=1e-6)

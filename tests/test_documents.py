@@ -47,7 +47,7 @@ REFUSED = {
     "--rollout.draft.kind none": ("offline.", "draft_training.", "no_compare_plain"),
 }
 """Beside a command's own words, beginnings of options that would do nothing, or that it sets."""
-NO_DRAFT = ("--algorithm", "--kl.beta", "--staged", "--reward.function")
+NO_DRAFT = ("--algorithm", "--kl.beta", "--schedule.kind", "--reward.function")
 """Of training commands that are about something else than drafts: training one and compiling with
 it is most of their time."""
 NOT_RUN = ("test.sh", "venv.sh", "newest.sh", "real_model.sh")

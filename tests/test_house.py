@@ -101,9 +101,7 @@ def test_evidence_travels_with_the_code() -> None:
     assert {name: notes for name, notes in found.items() if notes} == {}
 
 
-PATH = (
-    "train step rl/learner rl/micro_batch rl/losses rollout/generate rollout/round rollout/verify"
-)
+PATH = "train step rl/learner rl/objective rl/losses rollout/generate rollout/round rollout/verify"
 """What a newcomer reads to understand the idea, in this order."""
 
 

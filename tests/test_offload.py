@@ -16,6 +16,7 @@ from jaxspec.host import memory
 from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import row_sharding
+from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.rl import optimizers
 from jaxspec.step import HOST_MEMORY, Step
 from jaxspec.storage.checkpoint import Checkpoints
@@ -72,7 +73,7 @@ def trained(made: Program, folder: Path) -> list[Any]:
     for batch in range(5):
         state, rollout, learnt, _ = made.call(state, finished, prompts_of(given, batch))
         assert kinds(state) == {HOST_MEMORY if given.offloads_moments else "device"}
-        seen.append((host(state), {name: float(value) for name, value in learnt.items()}))
+        seen.append((host(state), metrics_to_host(learnt)))
         finished = spoilt(given, host(rollout)) if batch == 1 else score(given, rollout, batch)
         if batch == 3:
             shapes = abstract_arguments(given, PROMPTS)[0]

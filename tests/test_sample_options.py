@@ -34,7 +34,7 @@ def test_every_sampling_setting_can_be_named() -> None:
     assert not override_settings(
         options_from_config(CONFIG), ["--no_enable_thinking"], "", ""
     ).enable_thinking
-    others = {"engine", "slice_rounds"}
+    others = {"engine"}
     assert {item.name for item in dataclasses.fields(RolloutConfig)} - others == {*ROLLOUT_OPTIONS}
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import AdvantageConfig, BatchConfig, KlConfig
+from jaxspec.metrics.mean import metrics_to_host
+from jaxspec.rl.accumulate import Passes
 from jaxspec.rl.learner import Learner
-from jaxspec.rl.passes import Passes
 from jaxspec.rl.train_batch import TrainBatch
 from jaxspec.state import PROMPT, UNDRAFTED, ScoredRollout
 from jaxspec.step import Step
@@ -91,7 +92,7 @@ def test_leaving_the_reference_costs_reward(monkeypatch: pytest.MonkeyPatch) -> 
     valid = np.asarray(finished.valid)
     wanted = np.where(valid, np.asarray(finished.rewards) - BETA * kl, 0)
     np.testing.assert_allclose(learned[0].advantages, wanted, atol=1e-6)
-    assert float(metrics["reward/kl"]) == pytest.approx(kl[valid].mean(), abs=1e-6)
+    assert metrics_to_host(metrics)["reward/kl"] == pytest.approx(kl[valid].mean(), abs=1e-6)
 
 
 def test_a_row_is_whitened_by_the_tokens_of_its_response() -> None:

@@ -190,7 +190,7 @@ def measure(cache: Path, checkpoint: Path, workdir: Path, **changes: object) -> 
 def undisturbed_in_phases(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs of their own round otherwise than the one of them all."""
     workdir = tmp_path_factory.mktemp("staged")
-    output = launch(cache, workdir, staged=True, rollout__slice_rounds=1).finish()
+    output = launch(cache, workdir, schedule__kind="staged", schedule__slice_rounds=1).finish()
     assert "comparing with plain decoding" not in output  # --no_compare_plain
     return workdir
 
@@ -265,7 +265,7 @@ def test_sigterm_saves_and_leaves_within_ten_seconds(
 ) -> None:
     alike: Path = request.getfixturevalue("undisturbed_in_phases" if staged else "undisturbed")
     workdir = tmp_path / "stopped"
-    changes = {"staged": True, "rollout__slice_rounds": 1} if staged else {}
+    changes = {"schedule__kind": "staged", "schedule__slice_rounds": 1} if staged else {}
     output = ""
     for moment in ("while it compiles", "in its second batch"):
         process = launch(cache, workdir, **changes)

@@ -14,6 +14,7 @@ from jaxspec.config.settings import BatchConfig, DataConfig, DynamicSamplingConf
 from jaxspec.data.problems import load_sets
 from jaxspec.evaluation.evaluator import Evaluator
 from jaxspec.host.job import Job, make_job
+from jaxspec.metrics.files import MetricsWriter, read_metrics
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.run.dynamic_batch import BatchFiller
@@ -23,9 +24,7 @@ from jaxspec.run.schedules import StepResult, StepSchedule
 from jaxspec.run.state import RunState, restore_run
 from jaxspec.state import EOS, Prompts, ScoredRollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
-from jaxspec.system import metrics
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress
 from jaxspec.system.trace import Profiler
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
@@ -123,8 +122,14 @@ def state_of(job: Job) -> TrainState:
     return jax.device_put(state, job.step.state_shardings())
 
 
-def unasked(*_: Any) -> Any:
-    raise AssertionError("nothing is evaluated here")
+@dataclasses.dataclass
+class Unasked:
+    """Stands for the answers to no problems."""
+
+    state: TrainState
+
+    def __call__(self, prompts: Prompts) -> Any:
+        raise AssertionError("nothing is evaluated here")
 
 
 def run(step: Step, folder: Path) -> bool:
@@ -132,14 +137,17 @@ def run(step: Step, folder: Path) -> bool:
     job, checkpoints = step.job, Checkpoints(folder / "checkpoints")
     sets = load_sets(job.config, job.tokenizer)._replace(evaluation={})
     source, scorer = batches_of(job, sets)
-    filler = BatchFiller(job, scorer) if job.step.uses_dynamic_sampling else None
+    filler = None
+    if job.step.uses_dynamic_sampling:
+        sampling, prompts = job.config.dynamic_sampling, job.config.batch.prompts
+        filler = BatchFiller(sampling, job.step, prompts, scorer)
     writer, progress = MetricsWriter(folder, 0), Progress("rl", STEPS)
     profiler = Profiler(range(0), folder / "trace", (), print)
     evaluator = Evaluator(source, scorer, job.config, GROUP)
-    evaluations = Evaluations(job, evaluator, unasked, folder)
+    evaluations = Evaluations(job.config, evaluator, Unasked, folder, job.say)
     host = Host(source, scorer, filler, evaluations, checkpoints, StepSchedule(step, {}))
-    loop = Loop(job, Interrupt(), host, writer, progress, profiler)
-    run = restore_run(job, checkpoints, source.history)
+    loop = Loop(job.config, job.step, Interrupt(), host, writer, progress, profiler)
+    run = restore_run(job.step, job.config.batch.prompts, checkpoints, source.history)
     if run is None:
         run = RunState(state_of(job), source.history, filling=filler and filler.empty_batch())
     for batch in run.queue:
@@ -176,7 +184,7 @@ def test_a_batch_is_filled_with_groups_whose_rewards_differ(tmp_path: Path, surp
     left = [(3, 3), (3, 4), (3, 6)] if surplus == "carry" else []
     later = [(4, 1), (4, 7)] + [(5, group) for group in FULL]
     assert second == (left + later)[:PROMPTS]
-    lines = metrics.read_metrics(tmp_path)
+    lines = read_metrics(tmp_path)
     kept = [3, 0] if surplus == "carry" else [0, 3]
     assert counts_of(lines[0]) == [4, 8, *kept]
     assert counts_of(lines[1]) == [2, 8, *([5, 0] if surplus == "carry" else [0, 2])]
@@ -196,7 +204,7 @@ def test_a_stop_while_a_batch_is_filled_loses_no_group(tmp_path: Path, stop_at: 
     assert run(whole, tmp_path / "whole")
     assert [run(part, tmp_path / "parts") for part in parts] == [False, False, True]
     assert [batch for part in parts for batch in part.learnt] == whole.learnt
-    ours, wanted = (metrics.read_metrics(tmp_path / name) for name in ("parts", "whole"))
+    ours, wanted = (read_metrics(tmp_path / name) for name in ("parts", "whole"))
     assert [counts_of(line) for line in ours] == [counts_of(line) for line in wanted]
     assert [line["reward/mean"] for line in ours] == [line["reward/mean"] for line in wanted]
 
@@ -207,7 +215,7 @@ def test_a_batch_that_stays_short_is_learnt_from_and_told(
     step = Step(job_of(max_batches=2), [[3], [1, 2], FULL])
     assert run(step, tmp_path)
     assert groups_of(step.learnt[0]) == [(0, 3), (1, 1), (1, 2)]
-    assert counts_of(metrics.read_metrics(tmp_path)[0]) == [2, 3, 0, 0]
+    assert counts_of(read_metrics(tmp_path)[0]) == [2, 3, 0, 0]
     told = " ".join(capsys.readouterr().out.split())
     assert "warning: batch 0: 2 rollouts have only 3 groups whose rewards differ, of the 8" in told
     assert "warning: batch 1" not in told
@@ -228,4 +236,4 @@ def test_without_dynamic_sampling_every_rollout_is_a_batch(tmp_path: Path) -> No
     step = Step(job_of(max_batches=0), DIFFERING)
     assert run(step, tmp_path)
     assert [len(batch) for batch in step.learnt] == [ROWS, ROWS]
-    assert metrics.read_metrics(tmp_path)[0]["reward/frac_zero_std"] == pytest.approx(6 / 8)
+    assert read_metrics(tmp_path)[0]["reward/frac_zero_std"] == pytest.approx(6 / 8)

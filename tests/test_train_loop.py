@@ -2,6 +2,7 @@
 told, and with what status a run ends."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jaxspec.data.problems import load_sets
 from jaxspec.evaluation.evaluator import Evaluator
 from jaxspec.host.comparison import SpeedComparison
 from jaxspec.host.job import Job, make_job, report_errors
+from jaxspec.metrics.files import MetricsWriter
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.run import closing
@@ -28,7 +30,6 @@ from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress
 from jaxspec.system.trace import Profiler
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, with_weights
@@ -95,16 +96,17 @@ def loop_of(job: Job, folder: Path, asked: bool = False) -> Loop:
     source, scorer = batches_of(job, load_sets(job.config, job.tokenizer))
     evaluator = Evaluator(source, scorer, job.config, job.config.batch.group_size)
     evaluations, checkpoints = (
-        Evaluations(job, evaluator, never, folder),
+        Evaluations(job.config, evaluator, never, folder, job.say),
         Checkpoints(folder / "checkpoints"),
     )
     host = Host(source, scorer, None, evaluations, checkpoints, StepSchedule(never, {}))
-    return Loop(job, Asked(asked), host, MetricsWriter(folder, 0), progress, profiler)
+    writer = MetricsWriter(folder, 0)
+    return Loop(job.config, job.step, Asked(asked), host, writer, progress, profiler)
 
 
 def position_of(job: Job, state: TrainState, batch: int) -> RunState:
     """A run in which so many batches are generated, and the last one waits for its update."""
-    record = BatchRecord(batch - 1, {"reward/mean": NAN, "eval/held_out/avg@8": 0.5}, [])
+    record = BatchRecord(batch - 1, {"loss/policy": NAN, "eval/held_out/avg@8": 0.5}, [])
     queue = [QueuedBatch(job.step.empty_scored_rollout(16), record)]
     history = empty_history(job.config)
     return RunState(state, history, queue, generated=batch, learned=batch - 1)
@@ -165,7 +167,7 @@ def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved
     )
     host = loop.host.checkpoints.restore(1, like).host_state
-    assert np.isnan(host["queue"][0]["metrics"]["reward/mean"])
+    assert np.isnan(host["queue"][0]["metrics"]["loss/policy"])
     loop.host.checkpoints.close()
 
 
@@ -276,12 +278,8 @@ def test_the_closing_table_says_that_the_run_could_not_learn(
     with MetricsWriter(tmp_path, 0) as writer:
         for step in range(4):
             writer.write_record(a_line(step, **equal))
-    close_run(
-        dataclasses.replace(job, config=config),
-        batches.source,
-        position_of(job, state, 4),
-        tmp_path,
-    )
+    run = position_of(job, state, 4)
+    close_run(config, job.step, batches.source, run, tmp_path, job.say)
     table = " ".join(capsys.readouterr().out.split())
     assert "cannot learn batches 0 to 3: the learning rate is at most" in table
     assert "cannot learn batches 0 to 3: all rewards are 0" in table
@@ -330,9 +328,11 @@ def test_a_run_without_a_result_ends_as_one(
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     batches = batches_of(job, load_sets(job.config, job.tokenizer))
     for _ in range(2):
-        status = report_errors(
-            lambda: close_run(job, batches.source, position_of(job, state, 4), tmp_path, unsaved)
+        run = position_of(job, state, 4)
+        close = functools.partial(
+            close_run, job.config, job.step, batches.source, run, tmp_path, job.say, unsaved
         )
+        status = report_errors(close)
         told = capsys.readouterr()
         assert "4 batches" in told.out
         assert status == (1 if words else 0)

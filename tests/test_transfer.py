@@ -17,6 +17,8 @@ from tests.models.adapters import adapted, same_bits
 from tests.whole_step import MODEL as POLICY
 from tests.whole_step import STOP, config_of, start
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 
 def two_meshes(data: int = 2, other: int = 2) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
     devices = jax.devices()

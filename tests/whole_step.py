@@ -22,6 +22,7 @@ from jaxspec.config.settings import (
 )
 from jaxspec.inputs.spec import FamilySpec, ModelSpec
 from jaxspec.mesh import replicated_sharding, row_sharding
+from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.logprobs import response_mask
 from jaxspec.rl.train_batch import plan_shardings
@@ -110,7 +111,7 @@ def program(data: int = 1, tensor: int = 1, expert: int = 1, **options: Any) -> 
 
 def start(step: Step, online: bool = True) -> TrainState:
     model = jax.eval_shape(step.init_policy).config
-    network = None if step.generator.draft is None else tiny_network(eagle3, model, 2)
+    network = tiny_network(eagle3, model, 2) if step.generator.draft_length else None
     state = jax.jit(step.init_state, out_shardings=step.state_shardings())(
         tiny_network(Decoder, model, 1), network
     )
@@ -206,7 +207,7 @@ def drive(made: Program, calls: int, online: bool = True) -> Run:
         run.states.append(host(state))
         run.rollouts.append(host(rollout))
         run.rewards.append(np.asarray(finished.rewards))
-        run.learnt.append({name: float(value) for name, value in learnt.items()})
+        run.learnt.append(metrics_to_host(learnt))
     return run
 
 

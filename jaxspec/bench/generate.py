@@ -28,7 +28,7 @@ from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import AUTO_LENGTHS, parse_range
 from jaxspec.host.programs import TimedGeneration, compile_answerer
 from jaxspec.processes.devices import describe_machine
-from jaxspec.state import Rollout
+from jaxspec.state import Prompts, Rollout
 from jaxspec.system.trace import Profiler
 
 ABOUT = """Generates from prompts of random digits, from text to text. End tokens are off, so every
@@ -114,28 +114,7 @@ def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
         prompts = [
             checkpoint.encode_prompts(texts, repeat) for repeat in range(options.repeats + 1)
         ]
-        generations = {}
-        for length in lengths:
-            generator = checkpoint.build_generator(live, length)
-            weights = checkpoint.load_weights(generator, prompts[0])
-            generations[length] = TimedGeneration(generator, weights, prompts[0]), weights
-        measurements: dict[LengthSetting, list[tuple[float, float, float]]] = {
-            length: [] for length in lengths
-        }
-        # Lengths take turns, so that noise of the machine affects all of them.
-        for repeat in range(options.repeats + 1):
-            for length, (generation, weights) in generations.items():
-                timing = generation(weights, prompts[repeat])
-                tokens = float(np.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
-                passes = float(np.sum(timing.rollout.statistics.rounds))
-                per_round = (
-                    timing.loop_seconds / timing.rounds,
-                    tokens / passes,
-                    tokens / timing.rounds,
-                )
-                # The first repeat warms up.
-                if repeat:
-                    measurements[length].append(per_round)
+        measurements = _time_lengths(checkpoint, live, lengths, prompts)
         for length, samples in measurements.items():
             seconds, plain_seconds = (
                 float(np.median(np.array(measurements[compared_length])[:, 0]))
@@ -156,6 +135,42 @@ def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
             rows.append(row)
         print(f"timed rounds of {live} rows ({number} of {len(options.live)})", flush=True)
     return rows
+
+
+def _time_lengths(
+    checkpoint: LoadedCheckpoint,
+    live: int,
+    lengths: tuple[LengthSetting, ...],
+    prompts: list[Prompts],
+) -> dict[LengthSetting, list[tuple[float, float, float]]]:
+    """Times rounds of each draft length on the same prompts.
+
+    A sample has seconds per round, tokens per pass and tokens per round. The first of the `prompts`
+    warm up.
+    """
+    generations = {}
+    for length in lengths:
+        generator = checkpoint.build_generator(live, length)
+        weights = checkpoint.load_weights(generator, prompts[0])
+        generations[length] = TimedGeneration(generator, weights, prompts[0]), weights
+    measurements: dict[LengthSetting, list[tuple[float, float, float]]] = {
+        length: [] for length in lengths
+    }
+    # Lengths take turns, so that noise of the machine affects all of them.
+    for repeat, batch in enumerate(prompts):
+        for length, (generation, weights) in generations.items():
+            timing = generation(weights, batch)
+            tokens = float(np.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
+            passes = float(np.sum(timing.rollout.statistics.rounds))
+            per_round = (
+                timing.loop_seconds / timing.rounds,
+                tokens / passes,
+                tokens / timing.rounds,
+            )
+            # The first repeat warms up.
+            if repeat:
+                measurements[length].append(per_round)
+    return measurements
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
 from jaxspec.bench.measure import PeakMemory, package_versions, require_model
@@ -56,21 +57,7 @@ def main(argv: Sequence[str]) -> int:
     )
     with translate_settings({"model.path": "--model"}):
         config = load_policy_config(ModelConfig(path=options.model, dtype=options.dtype))
-    # Must precede the first use of a device, which fixes their number. 0 means one per core.
-    prepare_devices(options.data * options.tensor)
-    requested_devices, device_count = (options.data or 1) * options.tensor, count_devices()
-    require(
-        requested_devices <= device_count,
-        f"--data {options.data} x --tensor {options.tensor} = {requested_devices} devices, but"
-        f" there are {device_count}; lower one of them",
-    )
-    divides_evenly = options.data > 0 or device_count % options.tensor == 0
-    require(
-        divides_evenly,
-        f"--tensor {options.tensor} does not divide {device_count} devices; give a number that"
-        " does, or use fewer devices by --data",
-    )
-    mesh = meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
+    mesh = _make_mesh(options)
     # Shapes only: random weights would take the memory that is to be measured.
     shapes = jax.eval_shape(lambda: cast_floats(Decoder(config, jax.random.key(0)), options.dtype))
     layout = meshes.assign_shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
@@ -79,16 +66,12 @@ def main(argv: Sequence[str]) -> int:
         start_time = time.perf_counter()
         policy = load_with_progress(checkpoint)
         seconds = time.perf_counter() - start_time
-    # Shards are summed instead of leaves: each device holds a copy of a replicated leaf.
-    held_bytes = sum(
-        shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards
-    )
     record = {
         "bench": "load",
         "model": config.path,
         "dtype": options.dtype,
         "weight_bytes": checkpoint.bytes,
-        "held_bytes": held_bytes,
+        "held_bytes": _count_bytes(policy),
         "peak_anonymous_bytes": memory.peak,
         "peak_over_weights": memory.peak / checkpoint.bytes,
         "seconds": seconds,
@@ -106,3 +89,34 @@ def main(argv: Sequence[str]) -> int:
     )
     print(json.dumps(record), flush=True)
     return 0
+
+
+def _make_mesh(options: LoadOptions) -> Mesh:
+    """Makes the mesh of the options.
+
+    Raises:
+      ConfigError: there are fewer devices, or their number cannot be divided.
+    """
+    # Must precede the first use of a device, which fixes their number. 0 means one per core.
+    prepare_devices(options.data * options.tensor)
+    requested_devices, device_count = (options.data or 1) * options.tensor, count_devices()
+    require(
+        requested_devices <= device_count,
+        f"--data {options.data} x --tensor {options.tensor} = {requested_devices} devices, but"
+        f" there are {device_count}; lower one of them",
+    )
+    divides_evenly = options.data > 0 or device_count % options.tensor == 0
+    require(
+        divides_evenly,
+        f"--tensor {options.tensor} does not divide {device_count} devices; give a number that"
+        " does, or use fewer devices by --data",
+    )
+    return meshes.make_mesh(options.data or jax.device_count() // options.tensor, options.tensor)
+
+
+def _count_bytes(policy: Decoder) -> int:
+    """Counts the bytes of a policy on all devices."""
+    # Shards are summed instead of leaves: each device holds a copy of a replicated leaf.
+    return sum(
+        shard.data.nbytes for leaf in jax.tree.leaves(policy) for shard in leaf.addressable_shards
+    )

@@ -35,6 +35,7 @@ from jaxspec.inputs.streams import Stream, stream_key
 from jaxspec.models.decoder import Decoder
 from jaxspec.processes.devices import core_count, count_devices
 from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.verification.modes import Rejection
 from jaxspec.rollout.verify import Distributions, Verdict, count_leading
 from jaxspec.sampling import Noise
 from jaxspec.state import Prompts, RolloutWeights
@@ -127,14 +128,15 @@ class LoadedCheckpoint(NamedTuple):
         if length == 0:
             return generator.without_draft()
         draft_config = replace(config.rollout.draft, draft_length=length)
-        rule_option: dict[str, Any] = {}
+        mode_option: dict[str, Any] = {}
         if options.synthetic_acceptance:
-            rule_option = {"rule": synthetic_rule(options.synthetic_acceptance)}
+            rule = synthetic_rule(options.synthetic_acceptance)
+            mode_option = {"mode": Rejection(rule)}
         draft = build_draft(
             replace(config, rollout=replace(config.rollout, draft=draft_config)).draft_spec, ()
         )
         return generator.make_variant(
-            draft=draft, lengths=draft_lengths(draft_config, generator.mesh), **rule_option
+            draft=draft, lengths=draft_lengths(draft_config, generator.mesh), **mode_option
         )
 
     def load_weights(self, generator: Generator, prompts: Prompts) -> RolloutWeights:
@@ -142,7 +144,7 @@ class LoadedCheckpoint(NamedTuple):
 
         Measures round costs if the generator chooses draft lengths.
         """
-        network = None if generator.draft is None else self.network
+        network = self.network if generator.draft_length else None
 
         def load_all(policy: Decoder, network: Any) -> RolloutWeights:
             exported = export_weights(policy, network, generator.dtype)

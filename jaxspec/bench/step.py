@@ -30,6 +30,7 @@ from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like
 from jaxspec.host.round_cost import add_length_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes.devices import describe_machine
+from jaxspec.rl.draft_objective import UntrainedDraft
 from jaxspec.run.schedules import StepSchedule, compile_fused_schedule, compile_staged_schedule
 from jaxspec.state import EOS, LENGTH, Prompts, Rollout, ScoredRollout, TrainState
 from jaxspec.step import Step
@@ -67,7 +68,7 @@ class Stepper:
         self._template = abstract_arguments(step, self._prompt_count)[1]
         self.finished = put_like(step.empty_scored_rollout(loaded.options.batch), self._template)
         # A step donates its state, and the next stepper starts from the same weights.
-        network = loaded.network if step.generator.draft else None
+        network = loaded.network if step.generator.draft_length else None
         weights = jax.tree.map(lambda leaf: leaf.copy(), (loaded.policy, network))
         state = jax.jit(
             step.init_state, out_shardings=step.state_shardings(), donate_argnums=(0, 1)
@@ -205,6 +206,15 @@ def learning_flops(model: ModelSpec, read_lengths: np.ndarray) -> float:
     return float(np.sum(3 * read_lengths * (token_flops + attention_flops)))
 
 
+def _mean_learning_flops(model: ModelSpec, stepper: Stepper) -> float:
+    """Returns the mean operations of learning, over the timed calls."""
+    # Call i learns from the rollout of call i - 1, and calls 2 and later are timed.
+    step_flops = [
+        learning_flops(model, read_lengths) for read_lengths in stepper.read_lengths[1:-1]
+    ]
+    return float(np.mean(step_flops))
+
+
 def measure_speculation(
     loaded: LoadedCheckpoint,
     options: StepOptions,
@@ -221,7 +231,7 @@ def measure_speculation(
     plain_step = dataclasses.replace(
         step, generator=step.generator.without_draft(), init_draft=lambda: None
     )
-    learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
+    learner = dataclasses.replace(step.learner, draft_objective=UntrainedDraft(), taps=())
     plain_step = dataclasses.replace(plain_step, learner=learner)
     plain_stepper = Stepper(
         loaded, plain_step, compile_fused_schedule(plain_step, loaded.job.config.batch.prompts)
@@ -246,26 +256,21 @@ def measure_speculation(
     }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark."""
-    options = override_settings(
-        StepOptions(), argv, "python -m jaxspec.bench step --model DIR", ABOUT
-    )
-    require_model(options.model, "step")
-    startup_seconds = {"import": process_age_seconds()}
-    start_time = time.perf_counter()
-    loaded = load_checkpoint(options.generate_options(), options.group, options.adapt_config)
-    step, prompts = loaded.job.step, loaded.job.config.batch.prompts
-    fixed_logprob = fixed_text_logprob(loaded)
-    startup_seconds["load"] = time.perf_counter() - start_time
+def measure_step(
+    loaded: LoadedCheckpoint,
+    options: StepOptions,
+    startup_seconds: dict[str, float],
+    fixed_logprob: float,
+) -> dict[str, Any]:
+    """Measures whole steps, their phases and speculation.
+
+    Returns the record, with the given facts of the start.
+    """
+    step, config = loaded.job.step, loaded.job.config
     start_time = time.perf_counter()
     # One program is what a run has by default, so whole steps are timed with it.
-    stepper = Stepper(
-        loaded,
-        step,
-        compile_fused_schedule(step, prompts),
-        parse_range("--profile", options.profile),
-    )
+    schedule = compile_fused_schedule(step, config.batch.prompts)
+    stepper = Stepper(loaded, step, schedule, parse_range("--profile", options.profile))
     compile_seconds = time.perf_counter() - start_time
     with contextlib.closing(stepper.profiler):
         timings = time_calls(stepper, options.repeats, options.budget)
@@ -276,28 +281,22 @@ def main(argv: Sequence[str]) -> int:
         if options.draft != "none"
         else {}
     )
-    step_flops = [
-        learning_flops(loaded.job.config.model, read_lengths)
-        # Call i learns from the rollout of call i - 1, and calls 2 and later are timed.
-        for read_lengths in phased_stepper.read_lengths[1:-1]
-    ]
-    mean_flops, roofline = np.mean(step_flops), read_roofline(options.dtype)
+    mean_flops = _mean_learning_flops(config.model, phased_stepper)
+    roofline = read_roofline(options.dtype)
     # Operations are counted for the policy only, but the seconds of `train` include a draft's.
-    flops_per_second = None if step.learner.draft_objective else mean_flops / phase_seconds["train"]
+    flops_per_second = None if step.generator.draft_length else mean_flops / phase_seconds["train"]
     memory = runner.programs["train"].memory_analysis()
-    beta = loaded.job.config.kl.beta
-    # The reference policy takes such a pass too, as a part of learning.
-    reference_seconds = logprob_seconds if beta else 0.0
-    record = {
+    return {
         **common_fields("grpo_step", options, timings, round(np.mean(stepper.new_tokens[2:]))),
         "group": options.group,
         "algorithm": options.algorithm,
-        "beta": beta,
+        "beta": config.kl.beta,
         "phases_s": {
             **startup_seconds,
             "first_call": compile_seconds + timings.first_seconds,
             **phase_seconds,
-            "ref": reference_seconds,
+            # The reference policy takes such a pass too, as a part of learning.
+            "ref": logprob_seconds if config.kl.beta else 0.0,
         },
         "logprob_pass_s": logprob_seconds,
         "generation_share": generation_share(phase_seconds),
@@ -314,6 +313,20 @@ def main(argv: Sequence[str]) -> int:
         "acceptance_length": mean_acceptance_length(stepper),
         "machine": describe_machine(loaded.job.mesh),
     }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark."""
+    options = override_settings(
+        StepOptions(), argv, "python -m jaxspec.bench step --model DIR", ABOUT
+    )
+    require_model(options.model, "step")
+    startup_seconds = {"import": process_age_seconds()}
+    start_time = time.perf_counter()
+    loaded = load_checkpoint(options.generate_options(), options.group, options.adapt_config)
+    fixed_logprob = fixed_text_logprob(loaded)
+    startup_seconds["load"] = time.perf_counter() - start_time
+    record = measure_step(loaded, options, startup_seconds, fixed_logprob)
     Screen().print(_step_table(record))
     print(json.dumps(record))
     return 0

@@ -18,8 +18,7 @@ _ENGINE = (
     "rollout.engine.command_buffers",
 )
 SPEED_SETTINGS = (
-    "staged",
-    "rollout.slice_rounds",
+    "schedule.",
     "batch.micro_tokens",
     "optimizer.offload",
     *_ENGINE,
@@ -33,6 +32,23 @@ FREE_ON_RESUME = frozenset({"workdir", "eval.", *_WHEN, *SPEED_SETTINGS, *_MESH}
 They change where and how long it runs, and its measurements, but no results. A name that ends in a
 dot stands for all settings that start with it.
 """
+
+
+RENAMED_SETTINGS = {"staged": "schedule.kind", "rollout.slice_rounds": "schedule.slice_rounds"}
+"""New names of settings of earlier versions."""
+
+
+def rename_settings(saved_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves saved settings of earlier versions to their new names."""
+    settings = dict(saved_settings)
+    rollout = settings.get("rollout")
+    if "schedule" in settings or not isinstance(rollout, Mapping) or "staged" not in settings:
+        return settings
+    rollout = dict(rollout)
+    schedule = {"kind": "staged" if settings.pop("staged") else "fused"}
+    if "slice_rounds" in rollout:
+        schedule["slice_rounds"] = rollout.pop("slice_rounds")
+    return settings | {"rollout": rollout, "schedule": schedule}
 
 
 def to_json(config: Config) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from typing import NoReturn, TypeVar
 import tyro
 
 from jaxspec.config.algorithms import ALGORITHMS, describe_algorithms, with_algorithm
-from jaxspec.config.as_json import flatten_settings, includes_setting, to_json
+from jaxspec.config.as_json import RENAMED_SETTINGS, flatten_settings, includes_setting, to_json
 from jaxspec.config.settings import SHARED_SETTINGS, Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
 from jaxspec.drafts.kinds import get_kind
-from jaxspec.inputs.checked import CheckedConfig, ConfigError, require
+from jaxspec.inputs.checked import CheckedConfig, ConfigError, error_text, require
 from jaxspec.inputs.docstrings import field_docstrings, first_sentence
 from jaxspec.inputs.options import option_names, refuse_unknown_options
 from jaxspec.system.terminal import silence_stdout
@@ -110,20 +110,7 @@ def load_config(
     """
     command = f"python -m jaxspec.{program}"
     source, overrides = take_option(argv, command, "config", "NAME.py[:SCALE]")
-    if source:
-        file, _, scale = source.partition(":")
-        default, name = read_config(_find_config(file), scale)
-        if base is not None:
-            default = _merge_evaluation(base, default)
-    elif base is not None:
-        default, name = base, ""
-    else:
-        configs = f"configs found: {', '.join(_list_configs())}"
-        require(
-            bool({"-h", "--help"} & set(overrides)),
-            f"no --config; {configs}; try {command} --config rl_think.py, or {command} --help",
-        )
-        default, name = Config(), ""
+    default, name = _read_default(source, overrides, command, base)
     # Before the overrides, which can then change settings of the algorithm.
     algorithm, overrides = take_option(overrides, command, "algorithm", "|".join(ALGORITHMS))
     if algorithm:
@@ -150,6 +137,23 @@ def load_config(
     else:
         config = settle_draft_settings(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
+
+
+def _read_default(
+    source: str, overrides: Sequence[str], command: str, base: Config | None
+) -> tuple[Config, str]:
+    """Returns the config before its overrides, and its name."""
+    if source:
+        file, _, scale = source.partition(":")
+        config, name = read_config(_find_config(file), scale)
+        return (config if base is None else _merge_evaluation(base, config)), name
+    if base is None:
+        configs = f"configs found: {', '.join(_list_configs())}"
+        require(
+            bool({"-h", "--help"} & set(overrides)),
+            f"no --config; {configs}; try {command} --config rl_think.py, or {command} --help",
+        )
+    return base or Config(), ""
 
 
 def _help_request(words: Sequence[str]) -> str:
@@ -249,7 +253,7 @@ def override_settings(default: _T, argv: Sequence[str], prog: str, help_text: st
     except BrokenPipeError:  # `--help | head` closes the pipe
         silence_stdout()
         raise SystemExit(0) from None
-    refuse_unknown_options(unknown, list(option_names(default)), SHORT_HELP)
+    refuse_unknown_options(unknown, list(option_names(default)), SHORT_HELP, RENAMED_SETTINGS)
     return settings
 
 
@@ -353,14 +357,7 @@ def _report_in_one_line(path: Path) -> Iterator[None]:
         ]
         location = f"{path}, line {lines[-1]}" if lines else str(path)
         prefix = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{location}: {prefix}{_error_text(error)}") from error
-
-
-def _error_text(error: BaseException) -> str:
-    try:
-        return " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - an exception's own code may fail in any way
-        return "(its message cannot be read)"
+        raise ConfigError(f"{location}: {prefix}{error_text(error)}") from error
 
 
 def _find_config(file: str) -> Path:

@@ -1,4 +1,4 @@
-"""Settings of generation: sampling, drafts, verification and memory."""
+"""Settings of generation: sampling, drafts, verification, memory and its schedule."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ LARGE_VOCAB, PUBLISHED_VOCAB = 32_768, 32_000
 
 The threshold is the policy's vocabulary above which its draft gets a smaller one.
 """
+ScheduleKind = Literal["fused", "staged"]
 AUTO_LENGTHS = (0, 1, 3, 5)
 """Draft lengths that `auto` compiles. 0 = plain decoding."""
 
@@ -218,8 +219,6 @@ class RolloutConfig(CheckedConfig, prefix="rollout."):
     verify: VerifyRule = "block"
     """Lossless rule of verification. `block` accepts most drafts. `token` verifies them one by one.
     `coupled` yields exactly the tokens of plain decoding."""
-    slice_rounds: Count = 8
-    """Rounds between two checks for signals, with --staged."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookup: LookupConfig = field(default_factory=LookupConfig)
@@ -258,3 +257,14 @@ def require_stop_strings(name: str, strings: Iterable[str]) -> None:
             bool(text) and is_valid_utf8(text),
             f"{name} has {format_value(text)}; each must be a text in UTF-8 of a character or more",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(CheckedConfig):
+    """How learning and generation share the devices."""
+
+    kind: ScheduleKind = "fused"
+    """`fused` runs a step as one program. `staged` runs each phase as a program of its own, and
+    gives its seconds. Same numbers."""
+    slice_rounds: Count = 8
+    """Rounds between two checks for signals, with `staged`."""

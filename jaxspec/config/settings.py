@@ -26,6 +26,7 @@ from jaxspec.config.rollout import (
     EngineConfig,
     LookupConfig,
     RolloutConfig,
+    ScheduleConfig,
     Temperature,
     VerifyRule,
 )
@@ -210,8 +211,6 @@ class Config(CheckedConfig):
     """Seed of weights, data order and sampling."""
     workdir: str = ""
     """Folder of the run (empty = runs/NAME-SCALE)."""
-    staged: bool = False
-    """Whether phases run as separate programs, each with its seconds. Same numbers."""
     save_every: Count = 20
     """Batches between checkpoints. The last batch is always saved."""
     compare_plain: bool = True
@@ -221,6 +220,7 @@ class Config(CheckedConfig):
     """Calls to trace for ui.perfetto.dev, as FIRST:END without END (10:12 = two). A call is a batch
     or rollout. The trace goes to `workdir`. If empty, none is traced."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

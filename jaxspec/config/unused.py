@@ -101,7 +101,7 @@ GENERAL_RULES = (
         lambda c: not c.data.tokenizer and not c.model.path,
     ),
     Unused(
-        "rollout.slice_rounds", "a step that is one program (no --staged)", lambda c: not c.staged
+        "schedule.slice_rounds", "schedule.kind fused", lambda c: c.schedule.kind == "fused"
     ),
     Unused(
         "data.eval_path data.prompt_column data.answer_column data.instruction",
@@ -246,7 +246,7 @@ def list_draft_rules() -> tuple[Unused, ...]:
             _KIND,
             lambda c: not c.rollout.draft.is_enabled,
         ),
-        # The other rules differ without drafts too: coupled mode draws other noise.
+        # Coupled mode is exempt: its noise differs even without drafts.
         Unused(
             "rollout.verify",
             _KIND,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import grain
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from jaxspec.config.settings import DataConfig, ResolvedConfig
 from jaxspec.data import arithmetic
@@ -238,14 +238,22 @@ def load_problems(
     needs_answers = require_answers and is_judged
     parser = RowParser(config, tokenizer, f"{prefix}data.path", config.path, needs_answers)
     problems = load_problem_file(parser)
-    held_out_count = config.eval_prompts
     if config.eval_path:
         eval_parser = RowParser(
             config, tokenizer, f"{prefix}data.eval_path", config.eval_path, needs_answers
         )
-        return problems, load_problem_file(eval_parser).select_problems(slice(held_out_count))
+        held_out = load_problem_file(eval_parser).select_problems(slice(config.eval_prompts))
+        return problems, held_out
     # Only rows with answers are held out, since evaluations compare with them.
     answered = np.flatnonzero(problems.has_answer | (not is_judged))
+    return _hold_out_last(problems, answered, config, prefix)
+
+
+def _hold_out_last(
+    problems: ProblemFile, answered: Int[np.ndarray, " n"], config: DataConfig, prefix: str
+) -> tuple[ProblemFile, ProblemFile]:
+    """Holds out the last of the `answered` rows, or none if these are too few."""
+    held_out_count = config.eval_prompts
     if len(problems) == len(answered) <= held_out_count:
         maximum = len(problems) - 1  # at least one is trained on
         remedy = (

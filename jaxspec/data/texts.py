@@ -108,17 +108,11 @@ class TextFile:
         tally.counts[_REPEATED] = row_count - len(
             {hash(row.tobytes()) for row in tokens[:row_count]}
         )
-        kinds = _BLANK, _EMPTY, self._cut_label, self._unanswered_label, _REPEATED
-        remarks = [f"{tally.counts[kind]} {kind}" for kind in kinds if tally.counts[kind]]
-        remarks += [
-            f"the chat template does not write {description}, in {count} chats"
-            for description, count in tally.unrendered.counts.items()
-        ]
+        remarks = self._list_remarks(tally)
         if line_count > max_rows:
-            remarks = [
-                f"{max_rows:,} of {line_count:,} lines drawn, as many as can be trained on",
-                *remarks,
-            ]
+            remarks.insert(
+                0, f"{max_rows:,} of {line_count:,} lines drawn, as many as can be trained on"
+            )
         if remarks:
             report(f"{self.name}: {', '.join(remarks)}; {row_count} to train on")
         return tokens[:row_count], loss_mask[:row_count]
@@ -156,6 +150,16 @@ class TextFile:
             )
         reason = f"all {counts[_EMPTY]} texts are empty" if counts[_EMPTY] else "the file is empty"
         return f"{reason}; give one JSON object a line, with a column 'text' or 'messages'"
+
+    def _list_remarks(self, tally: _Tally) -> list[str]:
+        """Lists the counts of skipped, changed and repeated rows."""
+        kinds = _BLANK, _EMPTY, self._cut_label, self._unanswered_label, _REPEATED
+        remarks = [f"{tally.counts[kind]} {kind}" for kind in kinds if tally.counts[kind]]
+        remarks += [
+            f"the chat template does not write {description}, in {count} chats"
+            for description, count in tally.unrendered.counts.items()
+        ]
+        return remarks
 
     def _parse_row(self, line: bytes, number: int, tally: _Tally) -> tuple[list[int], list[bool]]:
         """Returns tokens and loss mask of a line. Both are empty if it is skipped."""

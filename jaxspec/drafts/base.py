@@ -144,6 +144,30 @@ def block_positions(first: Int[Array, " B"], count: int) -> Int[Array, "B T"]:
     return first[:, None] + jnp.arange(count, dtype=first.dtype)
 
 
+def empty_proposal(context: Context) -> Proposal:
+    """Returns a proposal without tokens."""
+    zeros = jnp.zeros_like(context.lengths)
+    return Proposal(jnp.zeros((len(zeros), 0), jnp.int32), logits=None, lengths=zeros)
+
+
+PLAIN = Draft(
+    max_length=0,
+    taps=(),
+    is_stochastic=False,
+    empty_cache=lambda network, rows, positions: None,
+    init_state=lambda network, target, prompts: (),
+    prefill=lambda network, target, state, cache, pieces, features: (state, cache),
+    catch_up=lambda network, target, state, cache, context: (state, cache),
+    propose=lambda network, target, state, cache, context, sample, length: (
+        state,
+        cache,
+        empty_proposal(context),
+    ),
+    commit=lambda state, committed: state,
+)
+"""Draft of plain decoding, which proposes nothing."""
+
+
 # ---- kinds
 
 Log = Callable[[str], Any]
@@ -256,8 +280,8 @@ class Kind(NamedTuple):
     `kinds.py` registers it under its `rollout.draft.kind`.
     """
 
-    build: Callable[[DraftSpec, tuple[int, ...]], Draft | None]
-    """(spec, stop tokens) -> the draft's functions, or None for plain decoding."""
+    build: Callable[[DraftSpec, tuple[int, ...]], Draft]
+    """(spec, stop tokens) -> the draft's functions."""
     settings: frozenset[str] = frozenset()
     """Kind-specific settings that this kind uses. A name ending in a dot covers a prefix."""
     file_settings: frozenset[str] = frozenset()
@@ -280,5 +304,5 @@ class Kind(NamedTuple):
 MULTI_DEPTH_SETTINGS = frozenset({"draft_training.ttt_steps", "draft_training.decay"})
 """Settings of kinds that are trained at several depths."""
 
-PLAIN = Kind(build=lambda spec, stop_ids: None)
+NO_DRAFT = Kind(build=lambda spec, stop_ids: PLAIN)
 """Plain decoding, without a draft."""

@@ -32,20 +32,16 @@ from jaxspec.hf.draft_tensors import (
     load_tensors,
     replace_leaves,
 )
-from jaxspec.hf.eagle3_config import (
-    HeadFormat,
-    head_config_json,
-    parse_head_config,
-    vocabulary_size,
-)
+from jaxspec.hf.eagle3_config import parse_head_config, vocabulary_size
+from jaxspec.hf.eagle3_json import HeadFormat, head_config_json
 from jaxspec.hf.eagle3_tensors import (
     check_head_tensors,
     head_arrays,
     head_tensors,
     normalize_names,
     reconcile_with_tensors,
-    resize_vocabulary,
 )
+from jaxspec.hf.eagle3_vocabulary import resize_vocabulary
 from jaxspec.hf.pretrained import CONFIG_FILE
 from jaxspec.hf.tensor_files import StoredTensor, open_tensors, refuse_quantized
 from jaxspec.inputs.checked import require

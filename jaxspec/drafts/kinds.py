@@ -36,7 +36,7 @@ def get_kind(name: str) -> Kind:
         case "history":
             from jaxspec.drafts.lookup import HISTORY as kind
         case "none":
-            from jaxspec.drafts.base import PLAIN as kind
+            from jaxspec.drafts.base import NO_DRAFT as kind
         case _:
             raise ValueError(f"{name} is not a registered kind of draft")
     return kind
@@ -54,18 +54,16 @@ def get_learned(name: str) -> Learned:
     return learned
 
 
-def build_draft(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft | None:
-    """Builds a run's draft; None for plain decoding."""
+def build_draft(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
+    """Builds a run's draft."""
     kind = get_kind(spec.kind)
     draft, lookup_kind = kind.build(spec, stop_ids), get_kind(spec.lookup)
-    if draft is None or kind.learned is None or lookup_kind.lookup_name == "none":
+    if kind.learned is None or lookup_kind.lookup_name == "none":
         return draft
     # Imported here, so that a run without look-up does not load it.
     from jaxspec.drafts.lookup import prefer_lookup
 
-    lookup = lookup_kind.build(spec, stop_ids)
-    assert lookup is not None, "a look-up kind must build a draft"
-    return prefer_lookup(lookup, draft)
+    return prefer_lookup(lookup_kind.build(spec, stop_ids), draft)
 
 
 def build_network(spec: DraftSpec, key: Any) -> Any:

@@ -101,9 +101,6 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
     """
     _check_limits(max_draft_length, min_match, max_match)
 
-    def init_state(network: PyTree, target: Decoder, prompts: Prompts) -> HistoryState:
-        return HistoryState(texts=prompts.history, lengths=prompts.history_lengths)
-
     def propose(
         network: PyTree,
         target: Decoder,
@@ -116,11 +113,7 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
         search_texts = jax.vmap(
             partial(_search_text, length=length, min_match=min_match, latest=True), (0, 0, None)
         )
-        all_lengths = context.lengths if context.row_lengths is None else context.row_lengths
-        group_texts = (
-            context.tokens.reshape(-1, group_size, context.tokens.shape[1]),
-            all_lengths.reshape(-1, group_size),
-        )
+        group_texts = _split_groups(context, group_size)
 
         def search_group(
             row: Int[Array, ""],
@@ -154,7 +147,22 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
         )
         return state, None, Proposal(tokens=match.tokens, logits=None, lengths=match.lengths)
 
-    return _weightless_draft(max_draft_length, init_state, propose)
+    return _weightless_draft(max_draft_length, _init_history, propose)
+
+
+def _init_history(network: PyTree, target: Decoder, prompts: Prompts) -> HistoryState:
+    return HistoryState(texts=prompts.history, lengths=prompts.history_lengths)
+
+
+def _split_groups(
+    context: Context, group_size: int
+) -> tuple[Int[Array, "n G S"], Int[Array, "n G"]]:
+    """Returns the tokens and lengths of all rows, by group."""
+    all_lengths = context.lengths if context.row_lengths is None else context.row_lengths
+    return (
+        context.tokens.reshape(-1, group_size, context.tokens.shape[1]),
+        all_lengths.reshape(-1, group_size),
+    )
 
 
 @pytree

@@ -54,15 +54,6 @@ def model_draft(max_draft_length: int) -> Draft:
     uses no hidden states of the target.
     """
 
-    def empty_cache(network: Decoder, rows: int, positions: int) -> KVCache:
-        return network.empty_cache(rows, positions)
-
-    def catch_up(
-        network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context
-    ) -> tuple[ModelState, KVCache]:
-        # Committed tokens stay in the context, so the next proposal can read them itself.
-        return state, cache
-
     def propose(
         network: Decoder,
         target: Decoder,
@@ -76,30 +67,14 @@ def model_draft(max_draft_length: int) -> Draft:
         # draft was drawn but never read. A row of one token starts with it and also reads the
         # position after it, which the next step overwrites.
         pending_start = jnp.maximum(context.lengths - 2, 0)
-
-        def run_block(start: Int[Array, " B"], count: int, cache: KVCache) -> DecoderOutput:
-            positions = block_positions(start, count)
-            return network(context.tokens_at(positions), positions, cache)
-
-        def read_next_block(
-            carry: tuple[Int[Array, " B"], KVCache],
-        ) -> tuple[Int[Array, " B"], KVCache]:
-            start, cache = carry
-            return jnp.minimum(start + max_draft_length + 1, pending_start), _require_cache(
-                run_block(start, max_draft_length + 1, cache).cache
-            )
-
         # Rounds without drafts committed positions that the draft has not read.
-        start = jnp.minimum(state.cached_length, pending_start)
-        start, cache = lax.while_loop(
-            lambda carry: max_over_experts(jnp.any(carry[0] < pending_start)),
-            read_next_block,
-            (start, cache),
+        cached_length, cache = _read_blocks(
+            network, cache, context, state.cached_length, pending_start, max_draft_length + 1
         )
         # Later collectives over `tensor` must run after those of that loop (see `order.py`).
-        pending_start = order_after(pending_start, [signal_ready(start)])
+        pending_start = order_after(pending_start, [signal_ready(cached_length)])
         # Two positions in every row, so that the shape is static.
-        output = run_block(pending_start, 2, cache)
+        output = _run_block(network, cache, context, pending_start, 2)
         last_position = (context.lengths - 1)[:, None]
         hidden = jnp.take_along_axis(
             output.hidden, (last_position - pending_start[:, None])[:, :, None], axis=1
@@ -121,25 +96,68 @@ def model_draft(max_draft_length: int) -> Draft:
         )
         return ModelState(cached_length=context.lengths), _require_cache(output.cache), proposal
 
-    def commit(state: ModelState, committed: Committed) -> ModelState:
-        # Accepted drafts are in the cache, except the last of a block, which was never read.
-        # Positions of rejected drafts are overwritten before anything attends to them.
-        drafts = committed.positions.shape[1] - 1
-        return state.replace(
-            cached_length=state.cached_length
-            + jnp.clip(committed.lengths - 1, 0, max(drafts - 1, 0))
-        )
-
     return Draft(
         max_length=max_draft_length,
         taps=(),
         is_stochastic=True,
-        empty_cache=empty_cache,
+        empty_cache=lambda network, rows, positions: network.empty_cache(rows, positions),
         init_state=_init_state,
         prefill=_prefill_pieces,
-        catch_up=catch_up,
+        catch_up=_skip_catch_up,
         propose=propose,
-        commit=commit,
+        commit=_commit_block,
+    )
+
+
+def _run_block(
+    network: Decoder, cache: KVCache, context: Context, start: Int[Array, " B"], count: int
+) -> DecoderOutput:
+    """Reads `count` tokens of each row, from `start` on."""
+    positions = block_positions(start, count)
+    return network(context.tokens_at(positions), positions, cache)
+
+
+def _read_blocks(
+    network: Decoder,
+    cache: KVCache,
+    context: Context,
+    start: Int[Array, " B"],
+    end: Int[Array, " B"],
+    count: int,
+) -> tuple[Int[Array, " B"], KVCache]:
+    """Reads tokens from `start` to `end`, in blocks of `count`.
+
+    Returns the rows' ends, and the cache. `start` may be after `end`.
+    """
+
+    def read_next_block(
+        carry: tuple[Int[Array, " B"], KVCache],
+    ) -> tuple[Int[Array, " B"], KVCache]:
+        start, cache = carry
+        return jnp.minimum(start + count, end), _require_cache(
+            _run_block(network, cache, context, start, count).cache
+        )
+
+    return lax.while_loop(
+        lambda carry: max_over_experts(jnp.any(carry[0] < end)),
+        read_next_block,
+        (jnp.minimum(start, end), cache),
+    )
+
+
+def _skip_catch_up(
+    network: Decoder, target: Decoder, state: ModelState, cache: KVCache, context: Context
+) -> tuple[ModelState, KVCache]:
+    # Committed tokens stay in the context, so the next proposal can read them itself.
+    return state, cache
+
+
+def _commit_block(state: ModelState, committed: Committed) -> ModelState:
+    # Accepted drafts are in the cache, except the last of a block, which was never read.
+    # Positions of rejected drafts are overwritten before anything attends to them.
+    drafts = committed.positions.shape[1] - 1
+    return state.replace(
+        cached_length=state.cached_length + jnp.clip(committed.lengths - 1, 0, max(drafts - 1, 0))
     )
 
 

@@ -14,9 +14,9 @@ from jaxspec.build import automatic_sizes, build_step
 from jaxspec.config.check import check_config
 from jaxspec.config.settings import AdvantageConfig, DynamicSamplingConfig, ResolvedConfig
 from jaxspec.data.problems import ProblemSets
+from jaxspec.data.scoring import Judge
 from jaxspec.evaluation.evaluator import Evaluator, PolicyAnswerer
 from jaxspec.host.fit import fit_step
-from jaxspec.host.job import Job
 from jaxspec.host.loaded_run import resize_overlap
 from jaxspec.host.programs import Answerer, abstract_arguments, compile_ahead, compile_answerer
 from jaxspec.host.prompts import PromptSource
@@ -26,6 +26,8 @@ from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import min_pool_size
 from jaxspec.state import RolloutWeights, TrainState
 from jaxspec.step import Step
+from jaxspec.system.terminal import LinePrinter
+from jaxspec.tokens.tokenizer import Tokenizer
 
 
 class EvaluationProgram(NamedTuple):
@@ -127,44 +129,60 @@ def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     )
 
 
-def build_evaluation_step(job: Job, config: ResolvedConfig) -> Step:
+def build_evaluation_step(
+    config: ResolvedConfig, run_stop: tuple[str, ...], run_step: Step, tokenizer: Tokenizer
+) -> Step:
     """Builds the step of an evaluation.
 
     Args:
-      job: the run's job. The step has its learner.
       config: config from `evaluation_config`.
+      run_stop: the run's stop strings.
+      run_step: the run's step. The result has its learner.
+      tokenizer: the run's tokenizer.
     """
-    tokenizer, stop = job.tokenizer, job.step.generator.settings.stop
-    if config.rollout.stop != job.config.rollout.stop:
+    stop = run_step.generator.settings.stop
+    if config.rollout.stop != run_stop:
         tokenizer = tokenizer.with_stops(config.rollout.stop, config.rollout.stop_ids)
         stop = tokenizer.build_stop_table(config.rollout.stop)
-    step = build_step(config, job.mesh, tokenizer.stop_ids, tokenizer.size, stop)
-    # Memory is planned next to the job's training state, not one built from this config.
-    return replace(step, learner=job.step.learner)
+    mesh = run_step.generator.mesh
+    step = build_step(config, mesh, tokenizer.stop_ids, tokenizer.size, stop)
+    # Memory is planned next to the run's training state, not one built from this config.
+    return replace(step, learner=run_step.learner)
 
 
 def compile_evaluator(
-    job: Job, sets: ProblemSets, scorers: SetScorers, with_text: bool = False
+    run_config: ResolvedConfig,
+    run_step: Step,
+    tokenizer: Tokenizer,
+    sets: ProblemSets,
+    scorers: SetScorers,
+    say: LinePrinter,
+    with_text: bool = False,
 ) -> EvaluationProgram:
     """Compiles an evaluator's own program.
 
-    It takes states of the job's step, and does not consume them.
+    It takes states of the run's step, and does not consume them.
 
     Args:
-      job: the run's job.
+      run_config: the run's config.
+      run_step: the run's step.
+      tokenizer: the run's tokenizer.
       sets: the problems.
       scorers: scorers of the answers.
+      say: prints warnings.
       with_text: whether records include the text of responses.
 
     Raises:
-      ConfigError: the settings are invalid, or the program does not fit next to the job's state.
+      ConfigError: the settings are invalid, or the program does not fit next to the run's state.
     """
-    config = evaluation_config(job.config, meshes.row_shard_count(job.mesh))
+    mesh = run_step.generator.mesh
+    config = evaluation_config(run_config, meshes.row_shard_count(mesh))
     with prefix_errors("evaluations"):
-        check_config(config, job.mesh.size, jax.process_count())
-    evaluation_step = build_evaluation_step(job, config)
-    prompts, grid = config.batch.prompts, job.step.generator.settings.grid
-    state, _, _ = abstract_arguments(job.step, job.config.batch.prompts)
+        check_config(config, mesh.size, jax.process_count())
+    stop = run_config.rollout.stop
+    evaluation_step = build_evaluation_step(config, stop, run_step, tokenizer)
+    prompts, grid = config.batch.prompts, run_step.generator.settings.grid
+    state, _, _ = abstract_arguments(run_step, run_config.batch.prompts)
 
     # Called for each size that `fit_step` tries.
     def compile_phases(step: Step) -> _Phases:
@@ -180,11 +198,11 @@ def compile_evaluator(
         return _Phases({"prepare": prepare, "generate": answerer})
 
     # Evaluations do not learn, so the size of micro-batches has no effect on their memory.
-    choices = automatic_sizes(config, job.mesh)._replace(tokens=False)
+    choices = automatic_sizes(config, mesh)._replace(tokens=False)
     fit = fit_step(evaluation_step, prompts, compile_phases, choices)
     programs = fit.compiled.programs
-    fitted_job = replace(job, config=config, step=fit.step)
-    source = PromptSource(fitted_job, sets)
-    scorer = RolloutScorer(fitted_job, source, scorers)
+    source = PromptSource(sets, fit.step.generator, prompts, tokenizer.pad_id)
+    judge = Judge(scorers, tokenizer, source.group_size)
+    scorer = RolloutScorer(config, fit.step, source, judge, say)
     evaluator = Evaluator(source, scorer, config, config.batch.group_size, with_text)
     return EvaluationProgram(evaluator, programs["prepare"], programs["generate"])

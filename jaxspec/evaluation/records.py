@@ -10,8 +10,8 @@ from jaxspec.data.problem_source import normalize_text
 from jaxspec.evaluation.estimates import PairedDifference, compare_shares
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names
+from jaxspec.metrics.files import append_records, read_records, truncate_records
 from jaxspec.system.files import expand_user_path
-from jaxspec.system.metrics import append_records, read_records, truncate_records
 
 FILE_STEM = "evaluations"
 _REQUIRED_KEYS = {"set": str, "problem": int, "prompt": str, "correct": list}

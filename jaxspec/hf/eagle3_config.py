@@ -1,33 +1,23 @@
-"""Parsing and writing of EAGLE-3 head configs.
+"""Parsing of EAGLE-3 head configs.
 
 Heads are published in the raw or the speculators format. Missing flags are read as their defaults.
-Written files state every flag.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jaxspec.hf.known_keys import DECODER_KEYS, HEAD_FLAG_KEYS, HEAD_KEYS, check_keys
+from jaxspec.hf.known_keys import DECODER_KEYS, HEAD_FLAG_KEYS, HEAD_KEYS, LAYER_IDS_KEY, check_keys
 from jaxspec.hf.policy_config import (
     JSON_KEYS,
-    architecture_name,
     parse_head_size,
-    parse_rope,
     refuse_sliding_window,
-    rope_json,
 )
+from jaxspec.hf.rope_config import parse_rope
 from jaxspec.inputs.checked import prefix_errors, require, translate_settings
 from jaxspec.inputs.json_keys import JsonObject, format_name, format_value
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 from jaxspec.models.decoder import tap_boundaries
-from jaxspec.models.eagle3 import tap_count
 
-HeadFormat = Literal["raw", "speculators"]
-"""Format of a published head.
-
-SafeAILab, SpecForge and AngelSlim write raw files, which name the first layer `midlayer.*`. The
-speculators format names it `layers.0.*`.
-"""
 TapConvention = Literal["auto", "boundary", "output_of"]
 """Meaning of layer numbers in config.json: layers applied, or layers whose output is read."""
 
@@ -39,9 +29,8 @@ _UNSUPPORTED_DRAFTS = {
     "medusa": "Medusa",
     "eagle3deepseek": "EAGLE-3 with latent attention",
 }
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _JSON_KEYS = JSON_KEYS | {
-    "head.taps": _LAYER_IDS,
+    "head.taps": LAYER_IDS_KEY,
     "head.use_taps": "use_aux_hidden_state",
     "head.norm_before_fuse": "norm_before_fc",
     "head.fuse_norms": "fc_norm",
@@ -76,11 +65,7 @@ def parse_head_config(
     """
     keys = JsonObject(content, source)
     _refuse_other_drafts(keys)
-    is_speculators, eagle_config = (
-        keys.has_key("speculators_model_type"),
-        keys.get_object("eagle_config"),
-    )
-    layer_keys = keys.get_object("transformer_layer_config") if is_speculators else keys
+    eagle_config, layer_keys = keys.get_object("eagle_config"), _find_layer_keys(keys)
     _check_head_keys(keys, eagle_config, layer_keys)
     # Flags may be in eagle_config or at the top level, where null means unset.
     flags = JsonObject(
@@ -97,53 +82,23 @@ def parse_head_config(
         f"{source}: the head was made for hidden states of width {target_width}; model.embed is"
         f" {target.embed}",
     )
-    use_taps = flags.get_bool("use_aux_hidden_state", True)
-    fuse_norms = flags.get_bool("fc_norm", False) or flags.get_bool("use_aux_norm", False)
-    norm_output = flags.get_bool("norm_output", False)
-    # Elsewhere norm_output means a norm in the recurrence. SpecForge's top-level flag means the one
-    # before lm_head, which every head has.
-    is_unambiguous = is_speculators or fuse_norms or "norm_output" in eagle_config.content
-    if norm_output and not is_unambiguous:
-        norm_output = False
-        log(
-            f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head,"
-            " not in the recurrence"
-        )
-    if is_speculators and "norm_before_residual" not in content:
-        log(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
-    taps = _parse_taps(flags, convention, target, log) if use_taps else ()
+    head = _parse_form(keys, flags, convention, target, log)
     with prefix_errors(source), translate_settings(_JSON_KEYS):
-        head = HeadSpec(
-            taps=taps,
-            use_taps=use_taps,
-            norm_before_fuse=flags.get_bool("norm_before_fc", False),
-            fuse_norms=fuse_norms,
-            norm_before_residual=flags.get_bool("norm_before_residual", is_speculators),
-            norm_output=norm_output,
-            logit_scale=flags.get_float("logit_scale", 1.0),
-        )
-        draft_vocab = (
-            flags.get_int(
-                "draft_vocab_size", layer_keys.get_int("draft_vocab_size", 0, minimum=0), minimum=0
-            )
-            or vocab
-        )
-        return (
-            _parse_decoder(layer_keys, target, log),
-            head,
-            0 if draft_vocab == vocab else draft_vocab,
-        )
+        layer_vocab = layer_keys.get_int("draft_vocab_size", 0, minimum=0)
+        draft_vocab = flags.get_int("draft_vocab_size", layer_vocab, minimum=0) or vocab
+        decoder = _parse_decoder(layer_keys, target, log)
+        return decoder, head, 0 if draft_vocab == vocab else draft_vocab
 
 
 def vocabulary_size(content: Mapping[str, Any], source: str) -> int:
     """Returns the vocabulary size in a head's config. 0 = not stated."""
-    keys = JsonObject(content, source)
-    layer_keys = (
-        keys.get_object("transformer_layer_config")
-        if keys.has_key("speculators_model_type")
-        else keys
-    )
-    return layer_keys.get_int("vocab_size", 0, minimum=0)
+    return _find_layer_keys(JsonObject(content, source)).get_int("vocab_size", 0, minimum=0)
+
+
+def _find_layer_keys(keys: JsonObject) -> JsonObject:
+    """Returns the keys of the decoder, nested in the speculators format."""
+    is_speculators = keys.has_key("speculators_model_type")
+    return keys.get_object("transformer_layer_config") if is_speculators else keys
 
 
 def _refuse_other_drafts(keys: JsonObject) -> None:
@@ -198,6 +153,46 @@ def _check_head_keys(keys: JsonObject, eagle_config: JsonObject, layer_keys: Jso
         )
 
 
+def _parse_form(
+    keys: JsonObject,
+    flags: JsonObject,
+    convention: TapConvention,
+    target: ModelSpec,
+    log: Callable[[str], Any],
+) -> HeadSpec:
+    """Parses the form of a head.
+
+    `flags` are those at the top level of `keys` and in its eagle_config.
+    """
+    source, is_speculators = keys.source, keys.has_key("speculators_model_type")
+    use_taps = flags.get_bool("use_aux_hidden_state", True)
+    fuse_norms = flags.get_bool("fc_norm", False) or flags.get_bool("use_aux_norm", False)
+    norm_output = flags.get_bool("norm_output", False)
+    # Elsewhere norm_output means a norm in the recurrence. SpecForge's top-level flag means the one
+    # before lm_head, which every head has.
+    in_eagle_config = "norm_output" in keys.get_object("eagle_config").content
+    is_unambiguous = is_speculators or fuse_norms or in_eagle_config
+    if norm_output and not is_unambiguous:
+        norm_output = False
+        log(
+            f"{source}: norm_output without fc_norm is taken as SpecForge's: a norm before lm_head,"
+            " not in the recurrence"
+        )
+    if is_speculators and "norm_before_residual" not in keys.content:
+        log(f"{source}: speculators without norm_before_residual: taken as true, as vLLM does")
+    taps = _parse_taps(flags, convention, target, log) if use_taps else ()
+    with prefix_errors(source), translate_settings(_JSON_KEYS):
+        return HeadSpec(
+            taps=taps,
+            use_taps=use_taps,
+            norm_before_fuse=flags.get_bool("norm_before_fc", False),
+            fuse_norms=fuse_norms,
+            norm_before_residual=flags.get_bool("norm_before_residual", is_speculators),
+            norm_output=norm_output,
+            logit_scale=flags.get_float("logit_scale", 1.0),
+        )
+
+
 def _parse_taps(
     flags: JsonObject, convention: TapConvention, target: ModelSpec, log: Callable[[str], Any]
 ) -> tuple[int, ...]:
@@ -207,7 +202,7 @@ def _parse_taps(
     whose output is read, such as [1, 17, 32]. vLLM and speculators write the boundaries, which are
     [2, 18, 33] for the same tensors.
     """
-    source, layer_ids = flags.source, flags.get_ints(_LAYER_IDS)
+    source, layer_ids = flags.source, flags.get_ints(LAYER_IDS_KEY)
     count = (
         flags.get_int("num_aux_hidden_states") if flags.has_key("num_aux_hidden_states") else None
     )
@@ -215,7 +210,7 @@ def _parse_taps(
     if not layer_ids:
         require(
             count in (None, 3),
-            f"{source}: num_aux_hidden_states is {count} without {_LAYER_IDS}; name the layers"
+            f"{source}: num_aux_hidden_states is {count} without {LAYER_IDS_KEY}; name the layers"
             " there",
         )
         log(
@@ -225,7 +220,7 @@ def _parse_taps(
         return ()
     require(
         count in (None, len(layer_ids)),
-        f"{source}: num_aux_hidden_states is {count}, and {_LAYER_IDS} is"
+        f"{source}: num_aux_hidden_states is {count}, and {LAYER_IDS_KEY} is"
         f" {format_value(layer_ids)}; correct one",
     )
     if convention == "auto":
@@ -240,15 +235,15 @@ def _parse_taps(
     is_valid = list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= target.layers
     require(
         is_valid,
-        f"{source}: {_LAYER_IDS} {format_value(layer_ids)} ({convention}) does not ascend inside 0"
-        f" to model.layers {target.layers}",
+        f"{source}: {LAYER_IDS_KEY} {format_value(layer_ids)} ({convention}) does not ascend inside"
+        f" 0 to model.layers {target.layers}",
     )
     meaning = "as layers applied" if convention == "boundary" else "as layers whose output is read"
     description = (
         f"the head reads the policy after {', '.join(map(str, taps))} of its {target.layers} layers"
     )
     log(
-        f"{source}: {_LAYER_IDS} {list(layer_ids)} {meaning}: {description}"
+        f"{source}: {LAYER_IDS_KEY} {list(layer_ids)} {meaning}: {description}"
         " (--rollout.draft.tap_convention)"
     )
     return () if taps == default else taps
@@ -299,101 +294,3 @@ def _parse_decoder(
         rope_factor=factor,
         rope=rope,
     )
-
-
-def head_config_json(
-    config: ModelSpec,
-    head: HeadSpec,
-    target: ModelSpec,
-    head_format: HeadFormat,
-    vocab: int,
-    draft_length: int = 3,
-) -> dict[str, Any]:
-    """Builds the config.json of a head.
-
-    Args:
-      config: decoder of the head.
-      head: form of the head.
-      target: the policy. The speculators format names its path.
-      head_format: format of the file.
-      vocab: size of the head's own vocabulary. 0 = the target's.
-      draft_length: tokens to draft in each round, for the speculators format.
-
-    Raises:
-      ConfigError: the format cannot state the head's biases or layer numbers.
-    """
-    # Default layer numbers are left out, so that no reader can take them for the other convention.
-    family, taps = config.family, head.taps if head.taps != tap_boundaries(target.layers) else ()
-    require(
-        family.attention_bias == family.output_bias,
-        "no published format has attention biases on only the inputs or only the output; use both"
-        " or neither",
-    )
-    layer_config = {
-        "architectures": ["Qwen3ForCausalLM" if family.query_key_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if family.query_key_norm else "llama",
-        "vocab_size": target.vocab,
-        "hidden_size": config.embed,
-        "intermediate_size": config.ffn,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "attention_bias": family.attention_bias,
-        "tie_word_embeddings": False,
-        **rope_json(config),
-    }
-    # Every flag is stated, because readers differ in their defaults.
-    flags = {
-        "draft_vocab_size": vocab or target.vocab,
-        "target_hidden_size": target.embed,
-        "norm_before_residual": head.norm_before_residual,
-        "norm_before_fc": head.norm_before_fuse,
-        "fc_norm": head.fuse_norms,
-        "norm_output": head.norm_output,
-        "num_aux_hidden_states": tap_count(head),
-        "logit_scale": head.logit_scale,
-    }
-    layer_ids = {_LAYER_IDS: list(taps)} if taps else {}
-    if head_format == "raw":
-        is_unambiguous = not taps or taps[0] != 1
-        remedy = "readers of the raw form would count on from 1; write the speculators form"
-        require(is_unambiguous, f"the head reads the policy after {list(taps)} layers; {remedy}")
-        # At the top level, SpecForge gives norm_output another meaning, so it is repeated here.
-        eagle_config = {
-            "use_aux_hidden_state": head.use_taps,
-            "norm_before_fc": head.norm_before_fuse,
-            "norm_output": head.norm_output,
-        }
-        return {
-            **layer_config,
-            **flags,
-            **layer_ids,
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {**eagle_config, **layer_ids},
-        }
-    proposal_method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": draft_length,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
-    verifier = {"name_or_path": target.path or None, "architectures": [architecture_name(target)]}
-    return {
-        "speculators_model_type": "eagle3",
-        "architectures": ["Eagle3DraftModel"],
-        **flags,
-        **layer_ids,
-        "eagle_config": {"use_aux_hidden_state": head.use_taps},
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer_config,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal_method],
-            "verifier": verifier,
-        },
-    }

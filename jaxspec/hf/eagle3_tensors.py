@@ -1,6 +1,6 @@
 """Conversion of the tensors of EAGLE-3 heads.
 
-Covers their names, their vocabulary buffers, and corrections of config.json by the tensors.
+Covers their names, and corrections of config.json by the tensors.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from jaxspec.hf.draft_tensors import (
     export_tensors,
     match_tensors,
 )
-from jaxspec.hf.eagle3_config import HeadFormat
+from jaxspec.hf.eagle3_json import HeadFormat
+from jaxspec.hf.eagle3_vocabulary import vocabulary_buffers, vocabulary_ids
 from jaxspec.hf.names import WeightMapping, layer_mappings
 from jaxspec.hf.tensor_files import StoredTensor
 from jaxspec.inputs.checked import require
@@ -174,101 +175,6 @@ def reconcile_with_tensors(
     return config, dataclasses.replace(head, own_embedding=has_embedding)
 
 
-def resize_vocabulary(
-    tensors: Mapping[str, StoredTensor], draft_vocab: int, vocab: int
-) -> dict[str, StoredTensor]:
-    """Pads or cuts the vocabulary of a head.
-
-    Args:
-      tensors: tensors of the head, as `normalize_names` returns them.
-      draft_vocab: vocabulary rows that the head was made for.
-      vocab: vocabulary rows of the policy.
-    """
-    head = tensors.get("lm_head.weight")
-    # A head with a vocabulary of its own keeps its rows and d2t, since token ids do not change.
-    names = {"embed_tokens.weight", "t2d"}
-    if head is not None and head.shape[:1] == (draft_vocab,):
-        names |= {"lm_head.weight", "d2t"}
-    return {
-        name: tensor.resize_rows(vocab)
-        if name in names and tensor.shape[:1] == (draft_vocab,)
-        else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def vocabulary_ids(
-    tensors: NamedArrays, row_count: int, vocab: int, source: str
-) -> np.ndarray | None:
-    """Reads the token ids of a head's vocabulary.
-
-    The buffer d2t has the target id minus the draft id of each row. The buffer t2d is a mask over
-    the target's tokens.
-
-    Args:
-      tensors: tensors of the head, with either or both buffers.
-      row_count: rows of the head.
-      vocab: vocabulary rows of the target.
-      source: name of the file in messages.
-
-    Returns:
-      The ids, or None if the head has all tokens in order.
-
-    Raises:
-      ConfigError: the ids do not ascend within the target's vocabulary, or the buffers disagree.
-    """
-    offsets, mask = tensors.get("d2t"), tensors.get("t2d")
-    for name, buffer, size, dtype_kinds in (
-        ("d2t", offsets, row_count, "iu"),
-        ("t2d", mask, vocab, "biu"),
-    ):
-        if buffer is not None:
-            require(
-                buffer.dtype.kind in dtype_kinds,
-                f"{source}: {name} is of type {buffer.dtype}; it must hold whole numbers, or t2d a"
-                " mask",
-            )
-            message = f"{source}: {name} has shape {list(buffer.shape)}, and"
-            expected = (
-                f"the head {row_count} rows" if name == "d2t" else f"the vocabulary {vocab} tokens"
-            )
-            require(buffer.shape == (size,), f"{message} {expected}")
-    if row_count == vocab and (offsets is None or not offsets.any()):
-        return None
-    require(
-        offsets is not None or mask is not None,
-        f"{source} has {row_count} rows for a vocabulary of {vocab}, and neither d2t nor t2d to say"
-        " which",
-    )
-    ids = np.zeros(0, int) if mask is None else np.flatnonzero(mask)
-    if offsets is not None:
-        ids = np.arange(row_count) + offsets.astype(np.int64)
-        fits = bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
-        # A likely mistake is to store the ids themselves.
-        is_absolute = bool((np.diff(offsets) > 0).all() and offsets[0] >= 0 and offsets[-1] < vocab)
-        hint = (
-            "; it looks like the ids themselves, but must hold target id - draft id"
-            if is_absolute
-            else ""
-        )
-        require(
-            fits,
-            f"{source}: ids i + d2t[i] run from {ids.min()} to {ids.max()}; they must ascend inside"
-            f" 0..{vocab - 1}{hint}",
-        )
-    if mask is not None:
-        mask_ids = np.flatnonzero(mask)
-        require(
-            np.array_equal(ids, mask_ids),
-            f"{source}: d2t names {ids.size} tokens and t2d {mask_ids.size}, and not the same ones",
-        )
-    require(
-        ids.size == row_count,
-        f"{source}: t2d names {ids.size} tokens, and the head has {row_count} rows",
-    )
-    return ids.astype(np.int32)
-
-
 class _HeadTemplate(NamedTuple):
     """Network of a head and its weight mappings."""
 
@@ -387,7 +293,5 @@ def head_tensors(network: Eagle3, head_format: HeadFormat) -> dict[str, np.ndarr
     tensors = export_tensors(head_mappings(network.config, network.form, head_format), network)
     if network.vocabulary is not None:
         ids = np.asarray(network.vocabulary[...]).astype(np.int64)
-        # Both buffers are written, because readers differ in the one that they use.
-        tensors["d2t"] = ids - np.arange(ids.size)
-        tensors["t2d"] = np.isin(np.arange(network.config.vocab), ids)
+        tensors |= vocabulary_buffers(ids, network.config.vocab)
     return tensors

@@ -67,6 +67,8 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
     ),
 }
 """Known keys of a rope scaling, by its kind."""
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+"""Key of the policy's layers that an EAGLE-3 head reads."""
 HEAD_FLAG_KEYS = _word_set("""
     eagle_aux_hidden_state_layer_ids num_aux_hidden_states use_aux_hidden_state norm_before_fc
     fc_norm use_aux_norm norm_output norm_before_residual logit_scale draft_vocab_size

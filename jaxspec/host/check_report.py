@@ -10,9 +10,9 @@ from jaxspec import mesh as meshes
 from jaxspec.compiled import findings
 from jaxspec.compiled.hardware import Card
 from jaxspec.compiled.tables import build_collectives_table, build_work_table, cost_to_json
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host import memory
 from jaxspec.host.fit import FittedStep
-from jaxspec.host.job import Job
 from jaxspec.system.progress import Screen
 
 _GIB = 2**30
@@ -44,7 +44,7 @@ class StepTarget(NamedTuple):
 class CheckResult(NamedTuple):
     """Result of checking one config for one target."""
 
-    job: Job
+    config: ResolvedConfig
     target: StepTarget
     unchecked: list[str]
     """Parts of the config that were not checked, as text."""
@@ -78,7 +78,7 @@ def count_micro_batches(result: CheckResult) -> int:
 
     Assumes that all rows have full length.
     """
-    step, config = result.fit.step, result.job.config
+    step, config = result.fit.step, result.config
     # The longest rows give the upper bound. Real rows are shorter, and more fit a micro-batch.
     shard_count = meshes.row_shard_count(step.learner.mesh)
     rows = config.batch.prompts * config.batch.group_size // shard_count

@@ -327,18 +327,8 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
     if config.eval.stop != "same":
         with translate_settings({"rollout.stop": "eval.stop"}):
             tokenizer.with_stops(config.eval.stop, ()).build_stop_table(config.eval.stop)
-    return Job(
-        config=config,
-        tokenizer=tokenizer,
-        mesh=mesh,
-        step=build_step(
-            config,
-            mesh,
-            tokenizer.stop_ids,
-            tokenizer.size,
-            tokenizer.build_stop_table(config.rollout.stop),
-        ),
-    )
+    step = _build_step(config, mesh, tokenizer)
+    return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step)
 
 
 def _pin_day(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[ResolvedConfig, Tokenizer]:
@@ -381,16 +371,21 @@ def _check_banned_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
     require(len(words) >= 2, f"{too_few}; ban fewer")
 
 
-def to_local_job(job: Job) -> Job:
-    """Returns a job on this process's devices only."""
+def to_local_step(config: ResolvedConfig, step: Step, tokenizer: Tokenizer) -> Step:
+    """Returns a step on this process's devices only."""
     if jax.process_count() == 1:
-        return job
-    config = dataclasses.replace(
-        with_full_pool(job.config),
-        mesh=dataclasses.replace(job.config.mesh, data=0, expert=1, tensor=1),
+        return step
+    local_config = dataclasses.replace(
+        with_full_pool(config), mesh=dataclasses.replace(config.mesh, data=0, expert=1, tensor=1)
     )
-    data_shards = check_config(config, jax.local_device_count()).data
-    return make_job(job.config, meshes.make_mesh(data_shards, devices=jax.local_devices()))
+    data_shards = check_config(local_config, jax.local_device_count()).data
+    mesh = meshes.make_mesh(data_shards, devices=jax.local_devices())
+    return _build_step(config, mesh, tokenizer)
+
+
+def _build_step(config: ResolvedConfig, mesh: Mesh, tokenizer: Tokenizer) -> Step:
+    stop_table = tokenizer.build_stop_table(config.rollout.stop)
+    return build_step(config, mesh, tokenizer.stop_ids, tokenizer.size, stop_table)
 
 
 def with_full_pool(config: ResolvedConfig) -> ResolvedConfig:

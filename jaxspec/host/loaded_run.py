@@ -26,19 +26,19 @@ from jaxspec.host.programs import (
     abstract_arguments,
     compile_ahead,
     compile_for_generator,
-    metrics_to_host,
     put_like,
 )
 from jaxspec.host.starts import BEST, CHECKPOINTS, CONFIG, list_steps
 from jaxspec.host.workdir import read_saved_config
 from jaxspec.inputs.checked import prefix_errors, require
 from jaxspec.inputs.streams import Stream
+from jaxspec.metrics.mean import Metrics, metrics_to_host
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.processes.devices import count_devices
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Prompts, RolloutWeights, TrainState
-from jaxspec.step import Metrics, Step
+from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import expand_user_path
 from jaxspec.tokens.tokenizer import Tokenizer
@@ -165,34 +165,39 @@ def open_single_shard(config: ResolvedConfig) -> Job:
     return make_job(config, meshes.make_mesh(*check_config(config, devices=tensor)))
 
 
-def restore_weights(run: SavedRun, job: Job, samples: int) -> RolloutWeights:
+def restore_weights(
+    run: SavedRun, config: ResolvedConfig, step: Step, samples: int
+) -> RolloutWeights:
     """Restores policy and draft in the rollout layout.
 
     A prompt is answered `samples` times. Draft temperatures are those tuned by the run. Depths
     beyond the run's own use factor 1.
     """
-    bare, trained = restore_merged_state(run, job)
-    generator = job.step.generator.make_variant(prompts=1, group_size=samples)
+    bare, trained = restore_merged_state(run, config, step)
+    generator = step.generator.make_variant(prompts=1, group_size=samples)
     overlap = resize_overlap(bare.generator.overlap_by_factor, generator, trained.settings.grid)
     state = bare.replace(generator=bare.generator.replace(overlap_by_factor=overlap))
-    return jax.jit(replace(job.step, generator=generator).sync)(state)
+    return jax.jit(replace(step, generator=generator).sync)(state)
 
 
-def restore_merged_state(run: SavedRun, job: Job) -> tuple[TrainState, Generator]:
-    """Restores the run's state on the job's mesh.
+def restore_merged_state(
+    run: SavedRun, config: ResolvedConfig, step: Step
+) -> tuple[TrainState, Generator]:
+    """Restores the run's state on the mesh of `step`.
 
-    Adapters are merged into the policy. Includes the draft if the job uses a learned one. Also
-    returns the run's own generator.
+    Adapters are merged into the policy. Includes the draft if `config`, which `step` was built
+    from, uses a learned one. Also returns the run's own generator.
     """
     # Checkpoints have the shapes of the run's config, but shardings of the mesh that is here.
-    run_config = replace(run.config, mesh=job.config.mesh)
-    stop = job.step.generator.settings.stop
-    run_step = build_step(run_config, job.mesh, job.tokenizer.stop_ids, job.tokenizer.size, stop)
-    state = read_state(run, run_step, job.config.rollout.draft.is_learned)
+    run_config = replace(run.config, mesh=config.mesh)
+    settings, mesh = step.generator.settings, step.learner.mesh
+    stop_ids, vocab_size = settings.processing.stop_ids, settings.processing.vocab_size
+    run_step = build_step(run_config, mesh, stop_ids, vocab_size, settings.stop)
+    state = read_state(run, run_step, config.rollout.draft.is_learned)
     learner, policy = state.learner, state.learner.policy
     if isinstance(policy.network, AdaptedDecoder):
         # The merged weights are rounded by the run's seed, so that they equal those that the run
-        # sampled with. The job may have another seed.
+        # sampled with. `config` may have another seed.
         network = jax.jit(merge_lora)(
             policy.network, rounding_key(run_config.seed, learner.version)
         )
@@ -255,12 +260,10 @@ class PromptAnswer(NamedTuple):
 class LoadedRun:
     """A checkpoint on the devices, ready to answer prompts."""
 
-    def __init__(self, job: Job, weights: RolloutWeights, samples: int) -> None:
+    def __init__(self, step: Step, pad_id: int, weights: RolloutWeights, samples: int) -> None:
         # Set here, since a config with a baseline refuses a group size of 1. Loops with fewer slots
         # and changing draft lengths are off: the caller advances single rounds.
-        generator = job.step.generator.make_variant(
-            prompts=1, group_size=samples, tail=(), lengths=()
-        )
+        generator = step.generator.make_variant(prompts=1, group_size=samples, tail=(), lengths=())
 
         def advance_one_round(weights: RolloutWeights, decode_state: DecodeState) -> DecodeState:
             return generator.advance(weights, decode_state, jnp.int32(1))
@@ -268,8 +271,8 @@ class LoadedRun:
         def measure(decode_state: DecodeState, weights: RolloutWeights) -> Metrics:
             return generator.measure_rollout(generator.collect(weights, decode_state), weights)
 
-        self.job, self._weights, self._prompt_count = job, weights, 0
-        _, _, self._layout = abstract_arguments(replace(job.step, generator=generator), 1)
+        self._pad_id, self._weights, self._prompt_count = pad_id, weights, 0
+        _, _, self._layout = abstract_arguments(replace(step, generator=generator), 1)
         self._begin, decode_state = compile_for_generator(
             generator, generator.begin, weights, self._layout
         )
@@ -328,9 +331,7 @@ class LoadedRun:
         )
 
     def _place_prompt(self, problem: Problem) -> Prompts:
-        tokens, lengths = pad_prompts(
-            [problem], self._layout.tokens.shape[1], self.job.tokenizer.pad_id
-        )
+        tokens, lengths = pad_prompts([problem], self._layout.tokens.shape[1], self._pad_id)
         # Noise depends on the batch number, so a repeated prompt gets new samples.
         number, self._prompt_count = self._prompt_count, self._prompt_count + 1
         empty_prompts = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._layout)

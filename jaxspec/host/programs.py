@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from jaxspec import mesh as meshes
 from jaxspec.processes import global_arrays
@@ -18,7 +17,8 @@ from jaxspec.rollout.generator import Generator
 from jaxspec.state import Prompts, PyTree, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder
-from jaxspec.system.compiling import LinePrinter, track_compilation
+from jaxspec.system.compiling import track_compilation
+from jaxspec.system.terminal import LinePrinter
 
 Answerer = Callable[[RolloutWeights, Prompts], Rollout]
 """Answers prompts. Evaluations, offline draft data and benchmarks ask for rollouts by it alone."""
@@ -74,11 +74,6 @@ def put_like(tree: PyTree, layout: PyTree) -> PyTree:
         tree,
         layout,
     )
-
-
-def metrics_to_host(metrics: dict[str, Array | float]) -> dict[str, float]:
-    """Copies metrics to the host."""
-    return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 def compile_ahead(

@@ -11,32 +11,45 @@ from jaxtyping import Bool
 from jaxspec.data.history import AnswerHistory, Answers
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import ProblemSets, pad_prompts
-from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_prompts, put_like
 from jaxspec.inputs.streams import Stream
 from jaxspec.processes import global_arrays
+from jaxspec.rollout.generator import Generator
 from jaxspec.state import Prompts, Rollout
 
 
 class PromptSource:
     """Prompts of training rollouts by number, of comparisons and of evaluations.
 
-    Each process places its own prompts. `history` holds earlier answers for drafts that look them
-    up. Without one it is empty.
+    Each process places its own prompts.
+
+    Args:
+      sets: the problems. The generator's seed orders those for training.
+      generator: generator that answers the prompts.
+      prompts: number of prompts in a call.
+      pad_id: token that fills prompts.
+      history: earlier answers for drafts that look them up. Without one it is empty.
     """
 
-    def __init__(self, job: Job, sets: ProblemSets, history: AnswerHistory | None = None) -> None:
-        self.sets, batch, process = sets, job.config.batch, jax.process_index()
-        self.group_size = batch.group_size
-        self.history = history or AnswerHistory(job.config.rollout.past_answers, process)
-        self._problems = sets.make_stream(job.config.seed)
-        self._count, self._width = batch.prompts, job.config.data.max_prompt_length
-        self._pad_id = job.tokenizer.pad_id
-        self._layout = abstract_prompts(job.step.generator, batch.prompts)
+    def __init__(
+        self,
+        sets: ProblemSets,
+        generator: Generator,
+        prompts: int,
+        pad_id: int,
+        history: AnswerHistory | None = None,
+    ) -> None:
+        self.sets, process = sets, jax.process_index()
+        self.group_size = generator.settings.group_size
+        self.history = history or AnswerHistory(generator.past_answers, process)
+        self._problems = sets.make_stream(generator.seed)
+        self._count, self._width, self._pad_id = prompts, generator.prompt_length, pad_id
+        self._layout = abstract_prompts(generator, prompts)
         # A process may hold copies of prompts whose rows another process owns.
-        self._copies, _ = global_arrays.locate_rows(job.mesh, batch.prompts)
+        self._copies, _ = global_arrays.locate_rows(generator.mesh, prompts)
         self._is_held = self._copies[process]
-        _, self._row_owners = global_arrays.locate_rows(job.mesh, batch.prompts * batch.group_size)
+        rows = prompts * self.group_size
+        _, self._row_owners = global_arrays.locate_rows(generator.mesh, rows)
         self.is_local_row: Bool[np.ndarray, " B"] = self._row_owners == process
         """Rows that this process owns."""
 

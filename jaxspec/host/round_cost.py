@@ -1,7 +1,7 @@
 """Round costs by draft length.
 
 On a CPU a pilot times rounds before the first batch. On an accelerator public figures of the card
-predict them, and the first rollout corrects the predictions.
+predict them, and the first rollout corrects the predictions (`run/round_timer.py`).
 """
 
 import functools
@@ -9,7 +9,6 @@ import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +23,15 @@ from jaxspec.mesh import EXPERT, TENSOR, replicated_sharding, row_shard_count
 from jaxspec.processes.devices import describe_machine
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback import length_chooser
-from jaxspec.rollout.feedback.length_chooser import TimedCosts
 from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.settings import Settings
 from jaxspec.state import (
     EOS,
     AcceptanceEstimate,
     LengthChooser,
     Prompts,
     RolloutWeights,
+    Statistics,
     TrainState,
 )
 from jaxspec.step import Step
@@ -39,20 +39,12 @@ from jaxspec.storage.cache import cache_folder, read_sources
 from jaxspec.storage.tables import load_table, save_table
 from jaxspec.system.terminal import print_line
 
-AdvanceRounds = Callable[[RolloutWeights, DecodeState, np.int32], DecodeState]
-"""Runs the given number of rounds. Donates the decode state."""
-AdvanceSlice = Callable[[DecodeState], DecodeState]
-"""Runs the rounds of one slice."""
+RunRounds = Callable[[jax.Array], DecodeState]
+"""Runs the given number of rounds from a fixed decode state."""
 PILOT_ROUNDS = 16
 """Largest number of rounds in a timed call of the pilot."""
 MIN_REPEATS, MAX_REPEATS, PILOT_SECONDS = 7, 100, 0.3
 """Limits on the repeats of a pilot's pair of calls, and seconds to spend on them in between."""
-TIMED_ROUNDS = 4
-"""Rounds that the first rollout times for a length: with the warm-up, 21 rounds for 3 lengths."""
-CHECK_INTERVAL = 64
-"""Rounds between checks of the first rollout for costs that were not timed yet."""
-UNBOUNDED = np.iinfo(np.int32).max
-"""Number of rounds of a slice that runs until all rows have ended."""
 
 
 def add_length_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
@@ -99,19 +91,10 @@ def _run_pilot(generator: Generator, weights: RolloutWeights, prompts: Prompts) 
             abstract_leaf(prompts.stream, replicated_sharding(generator.mesh)),
         )
     )
-    settings, mesh = generator.settings, generator.mesh
-    generator = _without_ends(generator)
+    settings, generator = generator.settings, _without_ends(generator)
     longest = prompts.tokens.shape[1] + settings.max_new_tokens
     empty = length_chooser.init_chooser(settings.lengths, longest)
-
-    # A table in which one length is cheapest makes the run's own program choose that length.
-    def force_length(length_index: int) -> RolloutWeights:
-        cost = jnp.asarray(length_chooser.single_length_cost(empty.round_cost.shape, length_index))
-        chooser = jax.device_put(
-            LengthChooser(acceptance=empty.acceptance, round_cost=cost), replicated_sharding(mesh)
-        )
-        return weights.replace(drafter=weights.drafter.replace(chooser=chooser))
-
+    force_length = functools.partial(_force_length, weights, empty, generator.mesh)
     begin, decode_state = compile_for_generator(
         generator, generator.begin, force_length(0), prompts
     )
@@ -124,46 +107,86 @@ def _run_pilot(generator: Generator, weights: RolloutWeights, prompts: Prompts) 
         1, min(PILOT_ROUNDS, settings.max_new_tokens // (settings.lengths[-1] + 1) - 1)
     )
     state = begin(force_length(0), prompts)
-    statistics = advance(
-        force_length(len(settings.lengths) - 1), state, jnp.int32(warmup_rounds)
-    ).rollout.statistics
+    warm_state = advance(force_length(len(settings.lengths) - 1), state, jnp.int32(warmup_rounds))
+    acceptance = _sum_acceptance(warm_state.rollout.statistics, generator.mesh)
+    file = cost_file(generator, prompts.tokens.shape[1])
+    cost = load_costs(file, empty.round_cost.shape)
+    if not cost.any():
+        room_tokens = (warmup_rounds + 1) * (settings.lengths[-1] + 1)
+
+        def start_workload(live: int, context_end: int) -> DecodeState:
+            set_workload = functools.partial(
+                _set_workload,
+                live=live,
+                shards=row_shard_count(generator.mesh),
+                first_position=context_end - room_tokens,
+            )
+            return jax.jit(set_workload, out_shardings=shardings)(state)
+
+        def bind_length(length_index: int, state: DecodeState) -> RunRounds:
+            return functools.partial(advance, force_length(length_index), state)
+
+        _time_lengths(cost, settings, longest, room_tokens, start_workload, bind_length)
+        cost = broadcast_table(cost)
+        if jax.process_index() == 0:
+            save_table(file, cost, "the next run times its rounds anew")
+    return LengthChooser(acceptance=acceptance, round_cost=jnp.asarray(cost))
+
+
+def _force_length(
+    weights: RolloutWeights, empty: LengthChooser, mesh: Mesh, length_index: int
+) -> RolloutWeights:
+    """Returns weights whose chooser always takes one length."""
+    # A table in which one length is cheapest makes the run's own program choose that length.
+    cost = jnp.asarray(length_chooser.single_length_cost(empty.round_cost.shape, length_index))
+    chooser = jax.device_put(
+        LengthChooser(acceptance=empty.acceptance, round_cost=cost), replicated_sharding(mesh)
+    )
+    return weights.replace(drafter=weights.drafter.replace(chooser=chooser))
+
+
+def _sum_acceptance(statistics: Statistics, mesh: Mesh) -> AcceptanceEstimate:
+    """Sums the acceptance of all rows."""
     total = jax.jit(
         lambda counts: jnp.sum(counts, axis=0, dtype=jnp.float32),
         out_shardings=replicated_sharding(mesh),
     )
-    offered_in_turn, accepted = (
+    reached, accepted = (
         np.asarray(total(leaf)) for leaf in (statistics.reached, statistics.accepted)
     )
-    file = _cost_file(generator, prompts.tokens.shape[1])
-    cost = _load_costs(file, empty.round_cost.shape)
-    if not cost.any():
-        shards, room_tokens = (
-            row_shard_count(mesh),
-            (warmup_rounds + 1) * (settings.lengths[-1] + 1),
-        )
-        for loop, live in enumerate((settings.slots, *settings.tail)):
-            for context, context_end in enumerate(length_chooser.context_buckets(longest)):
-                set_workload = functools.partial(
-                    _set_workload,
-                    live=live,
-                    shards=shards,
-                    first_position=context_end - room_tokens,
-                )
-                pilot_state = jax.jit(set_workload, out_shardings=shardings)(state)
-                for length_index, length in enumerate(settings.lengths):
-                    run = functools.partial(advance, force_length(length_index), pilot_state)
-                    cost[length_index, loop:, context] = _time_round(
-                        run, max(1, min(PILOT_ROUNDS, room_tokens // (length + 1) - 1))
-                    )
-        cost = _broadcast_table(cost)
-        if jax.process_index() == 0:
-            save_table(file, cost, "the next run times its rounds anew")
-    estimate = AcceptanceEstimate(
-        reached=jnp.asarray(offered_in_turn),
+    return AcceptanceEstimate(
+        reached=jnp.asarray(reached),
         accepted=jnp.asarray(accepted),
         seconds_to_lose=jnp.zeros((), jnp.float32),
     )
-    return LengthChooser(acceptance=estimate, round_cost=jnp.asarray(cost))
+
+
+def _time_lengths(
+    cost: np.ndarray,
+    settings: Settings,
+    longest: int,
+    room_tokens: int,
+    start_workload: Callable[[int, int], DecodeState],
+    bind_length: Callable[[int, DecodeState], RunRounds],
+) -> None:
+    """Times a round of each length in each loop and context.
+
+    Args:
+      cost: table to fill.
+      settings: settings of the generator.
+      longest: tokens of the longest row.
+      room_tokens: tokens that fit between a workload and the end of its context.
+      start_workload: (rows per shard, end of the context) -> decode state.
+      bind_length: (length index, decode state) -> function that runs rounds from there.
+    """
+    for loop, live in enumerate((settings.slots, *settings.tail)):
+        for context, context_end in enumerate(length_chooser.context_buckets(longest)):
+            state = start_workload(live, context_end)
+            for length_index, length in enumerate(settings.lengths):
+                cost[length_index, loop:, context] = _time_round(
+                    bind_length(length_index, state),
+                    max(1, min(PILOT_ROUNDS, room_tokens // (length + 1) - 1)),
+                )
 
 
 def _set_workload(state: DecodeState, live: int, shards: int, first_position: int) -> DecodeState:
@@ -182,7 +205,7 @@ def _set_workload(state: DecodeState, live: int, shards: int, first_position: in
     return state.replace(rollout=moved_rollout, queue=queue)
 
 
-def _time_round(run: Any, rounds: int) -> float:
+def _time_round(run: RunRounds, rounds: int) -> float:
     """Returns the seconds of a round: the time that `rounds` more of them add to a call."""
 
     def time_call(count: int) -> float:
@@ -193,7 +216,7 @@ def _time_round(run: Any, rounds: int) -> float:
     time_call(1)  # warm-up
     # Calls have collectives, so all processes must make the same number of them.
     pair_seconds = float(
-        _broadcast_table(np.asarray(time_call(1) + time_call(1 + rounds), np.float32))
+        broadcast_table(np.asarray(time_call(1) + time_call(1 + rounds), np.float32))
     )
     pairs = [
         (time_call(1), time_call(1 + rounds))
@@ -213,7 +236,7 @@ def predict_chooser(generator: Generator, weights: RolloutWeights) -> LengthChoo
     `weights` may be shapes only.
     """
     empty = length_chooser.init_chooser(generator.settings.lengths, generator.row_length)
-    cost = _load_costs(_cost_file(generator, generator.prompt_length), empty.round_cost.shape)
+    cost = load_costs(cost_file(generator, generator.prompt_length), empty.round_cost.shape)
     if not cost.any():
         settings = generator.settings
         cost = length_chooser.predict_costs(
@@ -239,140 +262,22 @@ def _find_devices(mesh: Mesh) -> GeneratorDevices:
     return GeneratorDevices(card or DEFAULT_CARD, mesh.shape[TENSOR], mesh.shape[EXPERT])
 
 
-# ---- by the first rounds of a run
-
-
-class RoundTimer:
-    """Timer of rounds in the first rollout.
-
-    Forces each length for a few rounds, in each loop and context that the rollout reaches.
-    """
-
-    def __init__(self, generator: Generator, slice_rounds: int = UNBOUNDED) -> None:
-        self._slice_rounds, settings = slice_rounds, generator.settings
-        self._file = _cost_file(generator, generator.prompt_length)
-        self._context_ends = length_chooser.context_buckets(generator.row_length)
-        self._tail = settings.tail[: length_chooser.MAX_LOOPS - 1]
-        shard_count = row_shard_count(generator.mesh)
-        self._find_busiest = jax.jit(
-            functools.partial(length_chooser.summarize_load, shards=shard_count),
-            out_shardings=replicated_sharding(generator.mesh),
-        )
-        self._times_next = False
-        """Whether the next training rollout is timed, even if it is not the first."""
-        self._costs: TimedCosts | None = None
-        """Costs of the rollout that is being timed, if any."""
-        self._was_timed = False
-        """Whether the last slice was timed."""
-
-    def time_next_rollout(self) -> None:
-        """Times the next training rollout, whatever its number."""
-        # For a resumed run from another machine, where rounds had other costs.
-        self._times_next = True
-
-    def begin_rollout(
-        self, advance: AdvanceRounds, weights: RolloutWeights, prompts: Prompts
-    ) -> AdvanceSlice:
-        """Begins a rollout. Returns the function that advances it by a slice."""
-        chooser = weights.drafter.chooser
-        assert chooser is not None, "lengths are chosen by costs"
-        is_training = int(prompts.stream) == Stream.TRAIN
-        is_timed = is_training and (int(prompts.batch) == 0 or self._times_next)
-        self._costs, self._was_timed = None, False
-        if not is_timed:
-            return lambda decode_state: advance(weights, decode_state, np.int32(self._slice_rounds))
-        saved = _load_costs(self._file, chooser.round_cost.shape)
-        is_known = bool(saved.any())
-        costs = TimedCosts(saved if is_known else np.asarray(chooser.round_cost), final=is_known)
-        self._costs = costs
-        return functools.partial(self._advance_slice, costs, advance, weights)
-
-    def end_rollout(self) -> np.ndarray | None:
-        """Saves and returns a timed rollout's costs. None if it was not timed."""
-        costs, self._costs = self._costs, None
-        if costs is None:
-            return None
-        self._times_next = False
-        # The next run times nothing if there is a file, so an incomplete one is not saved.
-        if costs.has_all_lengths and jax.process_index() == 0:
-            save_table(self._file, costs.table, "the next run times its rounds anew")
-        return costs.table
-
-    def _advance_slice(
-        self,
-        costs: TimedCosts,
-        advance: AdvanceRounds,
-        weights: RolloutWeights,
-        decode_state: DecodeState,
-    ) -> DecodeState:
-        cell = self._find_cell(decode_state)
-        # Right after a timed slice, repeats of known costs can wait.
-        can_retime = not self._was_timed
-        length_index = None if cell is None else costs.next_length_index(*cell, retime=can_retime)
-        self._was_timed = length_index is not None
-        if cell is None or length_index is None:
-            rounds = np.int32(min(self._slice_rounds, CHECK_INTERVAL))
-            return advance(_with_costs(weights, costs.table), decode_state, rounds)
-        seconds = []
-        forced_cost = length_chooser.single_length_cost(costs.table.shape, length_index)
-        forced_weights = _with_costs(weights, forced_cost)
-        # The first call loads the kernels of the length, and lets its draft catch up on tokens. The
-        # second and third differ by TIMED_ROUNDS, which cancels the fixed cost of a call.
-        for rounds in (1, 1, 1 + TIMED_ROUNDS):
-            start_time = time.perf_counter()
-            decode_state = jax.block_until_ready(
-                advance(forced_weights, decode_state, np.int32(rounds))
-            )
-            seconds.append(time.perf_counter() - start_time)
-        # All processes must choose alike. Only past times decide, so sampling stays exact.
-        _, short_seconds, long_seconds = _broadcast_table(np.asarray(seconds, np.float32)).tolist()
-        # Times that span two cells belong to neither.
-        if self._find_cell(decode_state) == cell:
-            costs.add_timing((length_index, *cell), short_seconds, long_seconds, TIMED_ROUNDS)
-        return decode_state
-
-    def _find_cell(self, decode_state: DecodeState) -> tuple[int, int] | None:
-        """Returns loop and context of the next rounds.
-
-        The busiest shard decides. None if all rows have ended, or if a preempted row waits.
-        """
-        rollout = decode_state.rollout
-        busiest_shard = self._find_busiest(
-            rollout.status, rollout.lengths, rollout.prompt_lengths, decode_state.queue.waiting
-        )
-        rows, longest, evicted = np.asarray(busiest_shard).tolist()
-        # Recomputing a preempted row would be timed as part of some round.
-        if evicted or not rows:
-            return None
-        context = min(
-            int(np.searchsorted(self._context_ends, longest)), len(self._context_ends) - 1
-        )
-        return sum(rows <= size for size in self._tail), context
-
-
-def _with_costs(weights: RolloutWeights, cost: np.ndarray) -> RolloutWeights:
-    """Replaces the costs for choosing draft lengths."""
-    chooser = weights.drafter.chooser
-    assert chooser is not None, "lengths are chosen by costs"
-    chooser = chooser.replace(round_cost=put_like(cost, chooser.round_cost))
-    return weights.replace(drafter=weights.drafter.replace(chooser=chooser))
-
-
 # ---- kept for the next run
 
 
-def _broadcast_table(table: np.ndarray) -> np.ndarray:
+def broadcast_table(table: np.ndarray) -> np.ndarray:
+    """Returns the table of process 0 in every process."""
     return (
         np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
     )
 
 
-def _load_costs(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+def load_costs(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Loads the costs in process 0's file. Zeros without one."""
-    return _broadcast_table(load_table(file, shape, "rounds are timed anew"))
+    return broadcast_table(load_table(file, shape, "rounds are timed anew"))
 
 
-def _cost_file(generator: Generator, prompt_length: int) -> Path:
+def cost_file(generator: Generator, prompt_length: int) -> Path:
     """Returns the cache file of a generator's costs."""
     # Rounds cost the same whatever ends a row, so end tokens are not part of the key.
     return cache_folder() / "costs" / f"{_cost_key(_without_ends(generator), prompt_length)}.json"
@@ -388,10 +293,11 @@ def _cost_key(generator: Generator, prompt_length: int) -> str:
     """Returns the cache key of a cost table."""
     settings = generator.settings
     # By name, since the repr of a function contains its address.
-    rule_field = {"rule": getattr(settings.rule, "__name__", None)}
-    shape = settings._replace(**rule_field, verification=settings.verification.name)
+    names = {"mode": settings.mode.name, "verification": settings.verification.name}
+    shape = settings._replace(**names)
     code = read_sources(
-        *("host/round_cost.py", "compiled/roofline.py", "models/*.py", "kernels/*.py"),
+        *("host/round_cost.py", "run/round_timer.py", "compiled/roofline.py"),
+        *("models/*.py", "kernels/*.py"),
         *("drafts/*.py", "rollout/**/*.py", "sampling.py"),
     )
     environment = jax.__version__, describe_machine(generator.mesh), generator.compiler_options

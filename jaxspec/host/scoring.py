@@ -1,66 +1,59 @@
 """Rewards of rollouts, over all processes."""
 
-import math
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.problem_source import Problem
-from jaxspec.data.scoring import Judge, RolloutScores, make_scorers
-from jaxspec.host.job import Job
+from jaxspec.data.scoring import Judge, RolloutScores
 from jaxspec.host.programs import abstract_scored_rollout, put_like
 from jaxspec.host.prompts import PromptSource
+from jaxspec.metrics.batch import standard_deviation
 from jaxspec.processes import global_arrays
 from jaxspec.rewards.outcome import Outcome
-from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import LENGTH, PackingPlan, Rollout, ScoredRollout
-from jaxspec.system.metrics import standard_deviation
+from jaxspec.step import Step
+from jaxspec.system.terminal import LinePrinter
 
 
 class ScoringResult(NamedTuple):
     """A scored rollout, and its rewards over all processes."""
 
     scored: ScoredRollout
-    reward: float
-    """Mean over rows with a reward. NaN without any."""
-    outcomes: dict[str, float]
-    """Share of rows by outcome. With several problem sets also the mean reward of each."""
+    reward_metrics: dict[str, float]
+    """Metrics of rewards and outcomes, except of groups."""
     samples: list[dict[str, Any]]
     """Some rows of this process, as text."""
     differing_groups: Bool[np.ndarray, " n"]
     """Groups with different rewards, before the penalty for length."""
-    std: float = 0.0
-    """Standard deviation of the rewards, exactly 0 if all are equal."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the rewards."""
-        reward_metrics = {"reward/mean": self.reward, "reward/std": self.std}
-        return {
-            **reward_metrics,
-            **self.outcomes,
-            "reward/frac_zero_std": 1 - float(self.differing_groups.mean()),
-        }
+        equal_share = 1 - float(self.differing_groups.mean())
+        return self.reward_metrics | {"reward/frac_zero_std": equal_share}
 
 
 class RolloutScorer:
     """Scores the rows of this process, and joins the rewards of all processes."""
 
-    def __init__(self, job: Job, source: PromptSource, scorers: SetScorers | None = None) -> None:
-        self._job, self._source, self._scorers = job, source, scorers
-        self._layout = abstract_scored_rollout(job.step, job.config.batch.prompts)
-
-    @cached_property
-    def _judge(self) -> Judge:
-        # Its workers start here: a program that never scores needs none.
-        scorers = self._scorers or make_scorers(self._job.config)
-        return Judge(scorers, self._job.tokenizer, self._source.group_size)
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        step: Step,
+        source: PromptSource,
+        judge: Judge,
+        say: LinePrinter,
+    ) -> None:
+        self._config, self._step, self._say = config, step, say
+        self._source, self._judge = source, judge
+        self._layout = abstract_scored_rollout(step, config.batch.prompts)
 
     def score_training(self, number: int, rollout: Rollout) -> ScoringResult:
         """Scores a training rollout, and remembers its answers.
@@ -94,7 +87,7 @@ class RolloutScorer:
     def empty_rollout(self) -> ScoredRollout:
         """Returns a scored rollout with nothing to learn."""
         rows = len(self._source.is_local_row)
-        return put_like(self._job.step.empty_scored_rollout(rows), self._layout)
+        return put_like(self._step.empty_scored_rollout(rows), self._layout)
 
     def plan_micro_batches(self, scored: ScoredRollout) -> ScoredRollout:
         """Plans the micro-batches of a scored rollout for this mesh.
@@ -120,14 +113,14 @@ class RolloutScorer:
         self, lengths: np.ndarray, status: np.ndarray, valid: np.ndarray
     ) -> np.ndarray:
         """Returns the number of tokens of each row that the learner reads."""
-        is_filtered = (status == LENGTH) & self._job.config.overlong.filter
+        is_filtered = (status == LENGTH) & self._config.overlong.filter
         return np.where(valid & ~is_filtered, lengths - 1, 0)
 
     def _place_plan(self, token_counts: np.ndarray) -> PackingPlan:
-        return put_like(self._job.step.plan_batch(token_counts.astype(np.int32)), self._layout.plan)
+        return put_like(self._step.plan_batch(token_counts.astype(np.int32)), self._layout.plan)
 
     def _score_rollout(self, judged: RolloutScores, rollout: Rollout) -> ScoringResult:
-        config, scores, rows = self._job.config, judged.scores, judged.rows
+        config, scores, rows = self._config, judged.scores, judged.rows
         rewarded, overlong = judged.has_reward, config.overlong
         penalties = overlong_penalty(
             judged.lengths - judged.prompt_lengths,
@@ -168,23 +161,24 @@ class RolloutScorer:
             plan=self._place_plan(by_name["read"]),
             learn=learn,
         )
-        valid_count = float(valid.sum()) or math.nan
-        outcomes = self._outcome_metrics(count_of)
-        if overlong.buffer:
-            outcomes["reward/overlong"] = float(by_name["penalty"].sum()) / valid_count
+        valid_count, metrics = float(valid.sum()), self._outcome_metrics(count_of)
+        # Without a row that has a reward, there is no mean.
+        if valid_count:
+            metrics["reward/mean"] = float(by_name["reward"].sum()) / valid_count
+            metrics["reward/std"] = standard_deviation(by_name["reward"][valid])
+            if overlong.buffer:
+                metrics["reward/overlong"] = float(by_name["penalty"].sum()) / valid_count
         return ScoringResult(
             scored,
-            float(by_name["reward"].sum()) / valid_count,
-            outcomes,
+            metrics,
             self._list_samples(judged),
             dynamic_sampling.has_mixed_rewards(by_name["reward"], valid, self._source.group_size),
-            standard_deviation(by_name["reward"][valid]),
         )
 
     def _count_outcomes(self, judged: RolloutScores, rewards: np.ndarray) -> dict[str, float]:
         """Counts this process's rows by outcome and by problem set."""
         sets = np.asarray([problem.set_number for problem in judged.problems], np.int32)
-        masks = [sets == number for number in range(len(self._job.config.training_sets))]
+        masks = [sets == number for number in range(len(self._config.training_sets))]
         is_outcome = {
             outcome: judged.is_complete & (judged.scores.outcomes == outcome) for outcome in Outcome
         }
@@ -197,13 +191,19 @@ class RolloutScorer:
         return {name: float(count) for name, count in counts.items()}
 
     def _outcome_metrics(self, counts: Mapping[str, float]) -> dict[str, float]:
-        names = [outcome_metric(outcome) for outcome in Outcome]
-        metrics = {name: counts[name] / (counts["ended"] or math.nan) for name in names}
+        divisions = {
+            outcome_metric(outcome): (counts[outcome_metric(outcome)], counts["ended"])
+            for outcome in Outcome
+        }
         if len(self._source.sets.training) > 1:
-            for number, problem_set in enumerate(self._job.config.training_sets):
-                count = counts[f"rewarded/{number}"] or math.nan
-                metrics[f"reward/{problem_set.name}/mean"] = counts[f"reward/{number}"] / count
-        return metrics
+            divisions |= {
+                f"reward/{problem_set.name}/mean": (
+                    counts[f"reward/{number}"],
+                    counts[f"rewarded/{number}"],
+                )
+                for number, problem_set in enumerate(self._config.training_sets)
+            }
+        return {name: total / count for name, (total, count) in divisions.items() if count}
 
     def _list_samples(self, judged: RolloutScores) -> list[dict[str, Any]]:
         """Returns the first answer to each problem of this process, as text."""
@@ -221,7 +221,7 @@ class RolloutScorer:
         ]
 
     def _require_few_failed(self, failed_count: float, row_count: float, reason: str) -> None:
-        limit = self._job.config.reward.max_failed
+        limit = self._config.reward.max_failed
         if failed_count > limit * row_count:
             raise Diverged(
                 f"{_unknown_rewards(failed_count, row_count)}, and reward.max_failed is {limit:g}:"
@@ -232,7 +232,7 @@ class RolloutScorer:
 
     def _report_failed(self, failed_count: float, row_count: float, reason: str) -> None:
         if failed_count:
-            self._job.say(
+            self._say(
                 f"warning: {_unknown_rewards(failed_count, row_count)}, which are left out:"
                 f" {reason or _ELSEWHERE}"
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec.config.as_json import (
     to_json,
@@ -15,7 +16,7 @@ from jaxspec.config.as_json import (
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.files import data_digest
 from jaxspec.hf.pretrained import fingerprint_checkpoint
-from jaxspec.host.job import Job, code_version
+from jaxspec.host.job import code_version
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.processes.devices import describe_machine
@@ -25,6 +26,7 @@ from jaxspec.system.files import (
     utc_timestamp,
     write_text_atomic,
 )
+from jaxspec.system.terminal import LinePrinter
 from jaxspec.tokens.tokenizer import TOKENIZER_FILES
 
 CONFIG, CHECKPOINTS, BEST = "config.json", "checkpoints", "best"
@@ -68,13 +70,13 @@ def data_digests(config: ResolvedConfig) -> dict[str, str]:
     return digests
 
 
-def require_same_data(job: Job, folder: Path) -> None:
+def require_same_data(config: ResolvedConfig, folder: Path, say: LinePrinter) -> None:
     """Checks that the data is that of the first start.
 
     Raises ConfigError if it is not. Data files that are missing are skipped, since reading them
     later reports the error.
     """
-    records, digests = read_starts(folder), data_digests(job.config)
+    records, digests = read_starts(folder), data_digests(config)
     recorded = records[0].get("data") if records else None
     # Records may come from an older version or have been edited by hand.
     recorded = recorded if isinstance(recorded, dict) else {}
@@ -84,7 +86,7 @@ def require_same_data(job: Job, folder: Path) -> None:
         if value != "-" or name.startswith("data.tokenizer")
     }
     if unknown := ", ".join(sorted(current.keys() - recorded.keys())):
-        job.say(
+        say(
             f"warning: {folder / STARTS} has no record of {unknown} from the run's first start,"
             " so it cannot be compared"
         )
@@ -118,7 +120,9 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def report_start(job: Job, folder: Path) -> dict[str, Any]:
+def report_start(
+    config: ResolvedConfig, mesh: Mesh, folder: Path, say: LinePrinter
+) -> dict[str, Any]:
     """Returns the record of this start: time, versions, machine, data and input checkpoints.
 
     Prints it in one line. Warns if versions or checkpoints differ from those of the run's last
@@ -130,10 +134,10 @@ def report_start(job: Job, folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = {}
 
     def describe_changes() -> None:
-        record.update(_describe_start(job))
+        record.update(_describe_start(config, mesh))
         versions, machine = record["versions"], record["machine"]
         versions_text = ", ".join(f"{name} {version}" for name, version in versions.items())
-        job.say(
+        say(
             f"{record['time']}  {versions_text}  {machine['backend']} ({machine['device']}) on"
             f" {machine['host']}, {machine['platform']}"
         )
@@ -149,18 +153,18 @@ def report_start(job: Job, folder: Path) -> dict[str, Any]:
                 change = "; the run continues with the weights that it has saved"
                 if kind == "versions":
                     change = f": {recorded[name]} -> {value}"
-                job.say(f"warning: since the run's last start, {name} has changed{change}")
+                say(f"warning: since the run's last start, {name} has changed{change}")
 
     check_in_process_0(describe_changes)
     return record
 
 
-def _describe_start(job: Job) -> dict[str, Any]:
+def _describe_start(config: ResolvedConfig, mesh: Mesh) -> dict[str, Any]:
     """Collects the record of this start."""
     paths = {
-        "model.path": job.config.model.path,
-        "lora.path": job.config.lora.path,
-        "rollout.draft.path": job.config.rollout.draft.path,
+        "model.path": config.model.path,
+        "lora.path": config.lora.path,
+        "rollout.draft.path": config.rollout.draft.path,
     }
     inputs = {
         f"{name} {path}": fingerprint_checkpoint(path) for name, path in paths.items() if path
@@ -176,18 +180,18 @@ def _describe_start(job: Job) -> dict[str, Any]:
         "platform": platform.platform(),
         "processes": jax.process_count(),
         "backend": jax.default_backend(),
-        **describe_machine(job.mesh),
+        **describe_machine(mesh),
     }
     return {
         "time": utc_timestamp(),
         "versions": versions,
         "machine": environment,
-        "data": data_digests(job.config),
+        "data": data_digests(config),
         "checkpoints": inputs,
     }
 
 
-def record_start(job: Job, folder: Path, record: Mapping[str, Any]) -> None:
+def record_start(config: ResolvedConfig, folder: Path, record: Mapping[str, Any]) -> None:
     """Writes config.json and the record of this start.
 
     Call it only once the config has proved valid. Each file is replaced atomically. If the run has
@@ -198,4 +202,4 @@ def record_start(job: Job, folder: Path, record: Mapping[str, Any]) -> None:
         write_text_atomic(
             folder / STARTS, "".join(json.dumps(entry) + "\n" for entry in (*earlier, record))
         )
-        write_text_atomic(folder / CONFIG, json.dumps(to_json(job.config), indent=2) + "\n")
+        write_text_atomic(folder / CONFIG, json.dumps(to_json(config), indent=2) + "\n")

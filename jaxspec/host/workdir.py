@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from jax.experimental import multihost_utils
 from jaxspec.config.as_json import (
     flatten_settings,
     list_changed_settings,
+    rename_settings,
     require_same_version,
 )
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host.job import Job
 from jaxspec.host.starts import (
     BEST,
@@ -27,9 +30,10 @@ from jaxspec.host.starts import (
 from jaxspec.inputs.checked import INT32, ConfigError, prefix_errors, require
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import row_shard_count
+from jaxspec.metrics.files import read_metrics
 from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.rollout.pages import min_pool_size
-from jaxspec.step import Sizes
+from jaxspec.step import Sizes, Step
 from jaxspec.system.files import (
     expand_user_path,
     explain_write_errors,
@@ -37,13 +41,15 @@ from jaxspec.system.files import (
     write_text_atomic,
 )
 from jaxspec.system.folder_lock import lock_folder
-from jaxspec.system.metrics import read_metrics
+from jaxspec.system.terminal import LinePrinter
 
 SAVED = "saved"
 
 
 @contextlib.contextmanager
-def lock_workdir(job: Job, check: Callable[[Job, Path], None] | None = None) -> Iterator[Path]:
+def lock_workdir(
+    config: ResolvedConfig, say: LinePrinter, check: Callable[[Path], None] | None = None
+) -> Iterator[Path]:
     """Creates the run's folder, and locks it in the context.
 
     Process 0 holds the lock for all processes of a job, and runs `check` on the folder. By default
@@ -53,14 +59,14 @@ def lock_workdir(job: Job, check: Callable[[Job, Path], None] | None = None) -> 
       ConfigError: The folder cannot be written, or is locked by another run. Or it belongs to
         another config or other data, or contains files that the run would erase.
     """
-    judge = check or _require_same_run
-    folder = prepare_workdir(job.config.workdir)
+    check_folder = check or partial(_require_same_run, config, say)
+    folder = prepare_workdir(config.workdir)
     with contextlib.ExitStack() as stack:
 
         def enter_folder() -> None:
             # The lock comes first: until then another run may still change the folder.
-            stack.enter_context(lock_folder(folder, job.say))
-            judge(job, folder)
+            stack.enter_context(lock_folder(folder, say))
+            check_folder(folder)
 
         check_in_process_0(enter_folder)
         yield folder
@@ -132,10 +138,10 @@ def read_saved_config(
         isinstance(saved, dict),
         f"{file} holds a {type(saved).__name__} instead of an object; {remedy}",
     )
-    return saved
+    return rename_settings(saved)
 
 
-def _require_same_run(job: Job, folder: Path) -> None:
+def _require_same_run(config: ResolvedConfig, say: LinePrinter, folder: Path) -> None:
     """Checks that the folder is new or this run's. Raises ConfigError if it is not."""
     exists, steps, count = (folder / CONFIG).exists(), list_steps(folder), len(read_metrics(folder))
     if exists:
@@ -143,7 +149,7 @@ def _require_same_run(job: Job, folder: Path) -> None:
         # The version comes first: another version may name settings differently.
         with prefix_errors(str(folder / CONFIG)):
             require_same_version(saved_config, "use that version, or choose another --workdir")
-        changed_settings = list_changed_settings(saved_config, job.config)
+        changed_settings = list_changed_settings(saved_config, config)
         other_config = (
             f"{folder} belongs to another config: {'; '.join(changed_settings)}. Choose"
             " another --workdir, or set these keys back"
@@ -155,9 +161,9 @@ def _require_same_run(job: Job, folder: Path) -> None:
             " from a copy"
         )
         require(exists, f"{missing_config}, or choose another --workdir")
-        require_same_data(job, folder)
+        require_same_data(config, folder, say)
     else:
-        _require_nothing_to_lose(job, folder, count)
+        _require_nothing_to_lose(folder, count, say)
 
 
 def restore_sizes(job: Job, folder: Path) -> Job:
@@ -178,7 +184,7 @@ def restore_sizes(job: Job, folder: Path) -> Job:
                 saved_sizes[index] = number
     if jax.process_count() > 1:
         saved_sizes = multihost_utils.broadcast_one_to_all(saved_sizes)
-    restored_sizes = _select_sizes(job, Sizes(*np.asarray(saved_sizes).tolist()))
+    restored_sizes = _select_sizes(job.config, job.step, Sizes(*np.asarray(saved_sizes).tolist()))
     return job.with_sizes(**restored_sizes) if restored_sizes else job
 
 
@@ -189,14 +195,14 @@ def _last_backend(folder: Path) -> Any:
     return machine_record.get("backend") if isinstance(machine_record, dict) else None
 
 
-def _select_sizes(job: Job, saved_sizes: Sizes) -> dict[str, int]:
+def _select_sizes(config: ResolvedConfig, step: Step, saved_sizes: Sizes) -> dict[str, int]:
     """Selects the saved sizes to restore.
 
     These are sizes that the config leaves open and that work on this mesh. A size of -1 was not
     saved.
     """
-    config, generator = job.config, job.step.generator
-    engine, prompts = config.rollout.engine, config.batch.prompts // row_shard_count(job.mesh)
+    engine, generator = config.rollout.engine, step.generator
+    prompts = config.batch.prompts // row_shard_count(generator.mesh)
     restored_sizes: dict[str, int] = {}
     if config.batch.micro_tokens == 0 and saved_sizes.tokens >= generator.row_length - 1:
         restored_sizes["tokens"] = saved_sizes.tokens
@@ -204,7 +210,7 @@ def _select_sizes(job: Job, saved_sizes: Sizes) -> dict[str, int]:
         restored_sizes["slots"] = saved_sizes.slots
     if engine.page_size == "auto" and saved_sizes.page_size >= 0:
         restored_sizes["page_size"] = saved_sizes.page_size
-    size = restored_sizes.get("page_size", job.step.sizes.page_size)
+    size = restored_sizes.get("page_size", step.sizes.page_size)
     if engine.pages == 0 and size == saved_sizes.page_size > 0:
         row = config.data.max_prompt_length, config.rollout.max_new_tokens, generator.draft_length
         # The run may have had more data shards, each with fewer prompts and pages.
@@ -220,7 +226,7 @@ def mark_saved(folder: Path) -> None:
         write_text_atomic(folder / SAVED, f"checkpoint {steps[0]} was saved at {utc_timestamp()}\n")
 
 
-def _require_nothing_to_lose(job: Job, folder: Path, batch_count: int) -> None:
+def _require_nothing_to_lose(folder: Path, batch_count: int, say: LinePrinter) -> None:
     """Checks that starting over erases nothing of value.
 
     Raises ConfigError if the run has metrics of checkpoints that were removed. A run that never
@@ -239,7 +245,7 @@ def _require_nothing_to_lose(job: Job, folder: Path, batch_count: int) -> None:
         f" over would erase them; {remedy}"
     )
     require(not (folder / SAVED).exists(), message)
-    job.say(f"{status} and no checkpoint was saved yet: starting over")
+    say(f"{status} and no checkpoint was saved yet: starting over")
 
 
 def require_no_checkpoints(folder: Path) -> None:

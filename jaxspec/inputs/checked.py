@@ -69,6 +69,14 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def error_text(error: BaseException) -> str:
+    """Returns the message of any error, on one line."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - an exception's own code may fail in any way
+        return "(its message cannot be read)"
+
+
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number, ascending."""
     # Divisors come in pairs, one of which is at most the square root.

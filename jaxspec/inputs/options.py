@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.inputs.checked import ConfigError
@@ -22,7 +22,10 @@ def option_names(settings: Any, prefix: str = "") -> Iterator[str]:
 
 
 def refuse_unknown_options(
-    arguments: Sequence[str], known_options: Collection[str], common_options: Sequence[str] = ()
+    arguments: Sequence[str],
+    known_options: Collection[str],
+    common_options: Sequence[str] = (),
+    renamed_options: Mapping[str, str] | None = None,
 ) -> None:
     """Refuses arguments that the command line does not know.
 
@@ -30,6 +33,7 @@ def refuse_unknown_options(
       arguments: unused arguments.
       known_options: all options.
       common_options: options in the order in which users need them.
+      renamed_options: new names of options of earlier versions.
 
     Raises:
       ConfigError: there are unused arguments. The message suggests similar options.
@@ -45,7 +49,11 @@ def refuse_unknown_options(
         )
     messages = []
     for option in dict.fromkeys(options):
-        suggestions = _closest_options(option[2:].replace("-", "_"), known_options, common_options)
+        name = option[2:].replace("-", "_")
+        if new_name := (renamed_options or {}).get(name):
+            messages.append(f"{option} is now --{new_name}; see --help all")
+            continue
+        suggestions = _closest_options(name, known_options, common_options)
         remedy = (
             f"did you mean {' or '.join(f'--{name}' for name in suggestions)}?"
             if suggestions

@@ -145,13 +145,10 @@ def _map_leading_chunks(
 
     @jax.custom_vjp
     def map_chunks(networks: PyTree, chunks: PyTree, used_count: Int[Array, ""]) -> PyTree:
-        shapes: PyTree = jax.eval_shape(function, networks, *_take_chunk(chunks, 0))
-        chunk_count = len(chunks[0])
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((chunk_count, *leaf.shape), leaf.dtype), shapes)
-
         def fill_chunk(index: Int[Array, ""], results: PyTree) -> PyTree:
             return _set_chunk(results, index, function(networks, *_take_chunk(chunks, index)))
 
+        zeros = _zero_results(function, networks, chunks)
         return jax.lax.fori_loop(0, used_count, fill_chunk, zeros)
 
     def forward(*inputs: PyTree) -> tuple[PyTree, PyTree]:
@@ -166,19 +163,8 @@ def _map_leading_chunks(
         def add_gradients(
             index: Int[Array, ""], accumulated: tuple[PyTree, PyTree]
         ) -> tuple[PyTree, PyTree]:
-            chunk = _take_chunk(chunks, index)
-
-            # Only leaves that need a gradient are arguments, so that no others are computed.
-            def apply_learned(network_leaves: list[Array], chunk_leaves: list[Array]) -> PyTree:
-                return function(
-                    network_flags.replace_leaves(networks, network_leaves),
-                    *chunk_flags.replace_leaves(chunk, chunk_leaves),
-                )
-
-            _, pullback = jax.vjp(
-                apply_learned,
-                network_flags.select_leaves(networks),
-                chunk_flags.select_leaves(chunk),
+            pullback = _chunk_pullback(
+                function, networks, _take_chunk(chunks, index), network_flags, chunk_flags
             )
             network_gradients, chunk_gradients = pullback(_take_chunk(gradients, index))
             totals = jax.tree.map(
@@ -229,6 +215,37 @@ class _GradientFlags(tuple[bool, ...]):
         pairs = zip(self, old_leaves, strict=True)
         merged = [next(replacements) if flag else None if zero else leaf for flag, leaf in pairs]
         return jax.tree.unflatten(treedef, merged)
+
+
+def _zero_results(function: Callable[..., Any], networks: PyTree, chunks: PyTree) -> PyTree:
+    """Returns zeros in place of the results of all chunks."""
+    shapes: PyTree = jax.eval_shape(function, networks, *_take_chunk(chunks, 0))
+    chunk_count = len(chunks[0])
+    return jax.tree.map(lambda leaf: jnp.zeros((chunk_count, *leaf.shape), leaf.dtype), shapes)
+
+
+def _chunk_pullback(
+    function: Callable[..., Any],
+    networks: PyTree,
+    chunk: PyTree,
+    network_flags: _GradientFlags,
+    chunk_flags: _GradientFlags,
+) -> Callable[[PyTree], tuple[list[Array], list[Array]]]:
+    """Returns the function from a result's gradient to those of the leaves."""
+
+    # Only leaves that need a gradient are arguments, so that no others are computed.
+    def apply_learned(network_leaves: list[Array], chunk_leaves: list[Array]) -> PyTree:
+        return function(
+            network_flags.replace_leaves(networks, network_leaves),
+            *chunk_flags.replace_leaves(chunk, chunk_leaves),
+        )
+
+    _, pullback = jax.vjp(
+        apply_learned,
+        network_flags.select_leaves(networks),
+        chunk_flags.select_leaves(chunk),
+    )
+    return pullback
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -200,8 +200,7 @@ def _backward(
         *new_sums, d_gate, d_up, d_down = _loop_with_hint(
             blocks.typical_blocks, blocks.block_counts[expert], add_block, (*sums, *zeros)
         )
-        d_expert_weights = d_gate.astype(dtype), d_up.astype(dtype), d_down.astype(dtype)
-        return tuple(new_sums), d_expert_weights
+        return tuple(new_sums), (d_gate.astype(dtype), d_up.astype(dtype), d_down.astype(dtype))
 
     expert_indices = jnp.arange(len(experts[0]), dtype=jnp.int32)
     zeros = jnp.zeros(tokens.shape, accum_dtype), jnp.zeros(expert_ids.size, accum_dtype)

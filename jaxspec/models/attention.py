@@ -131,22 +131,7 @@ def attend_in_blocks(
         return PartialAttention(max_score, jnp.sum(weights, axis=-1), weighted_values)
 
     def merge_block(index: Int[Array, ""], merged: PartialAttention) -> PartialAttention:
-        block = attend_block(index * block_length)
-        max_score = jnp.maximum(merged.max_score, block.max_score)
-        base = jnp.where(max_score == -jnp.inf, 0, max_score)
-        merged_scale, block_scale = (
-            jnp.exp(merged.max_score - base),
-            jnp.exp(block.max_score - base),
-        )
-        weighted_values = (
-            merged.weighted_values * merged_scale[..., None]
-            + block.weighted_values * block_scale[..., None]
-        )
-        return PartialAttention(
-            max_score,
-            merged.weight_sum * merged_scale + block.weight_sum * block_scale,
-            weighted_values,
-        )
+        return _merge_partial(merged, attend_block(index * block_length))
 
     if block_length == row_length:
         return attend_block(0)
@@ -159,3 +144,22 @@ def attend_in_blocks(
         jnp.max(mask.query_positions) // block_length + 1, -(-row_length // block_length)
     )
     return lax.fori_loop(0, block_count, merge_block, empty)
+
+
+def _merge_partial(merged: PartialAttention, block: PartialAttention) -> PartialAttention:
+    """Merges attention over two sets of positions."""
+    max_score = jnp.maximum(merged.max_score, block.max_score)
+    base = jnp.where(max_score == -jnp.inf, 0, max_score)
+    merged_scale, block_scale = (
+        jnp.exp(merged.max_score - base),
+        jnp.exp(block.max_score - base),
+    )
+    weighted_values = (
+        merged.weighted_values * merged_scale[..., None]
+        + block.weighted_values * block_scale[..., None]
+    )
+    return PartialAttention(
+        max_score,
+        merged.weight_sum * merged_scale + block.weight_sum * block_scale,
+        weighted_values,
+    )

@@ -267,18 +267,15 @@ class Decoder(nnx.Module):
         else:
             # With `jit` the layer is traced once for all layers.
             run_compiled = jax.jit(run_layer, static_argnums=3)
-            streams, traffic = {}, None
+            streams, new_caches, traffic = {}, [], None
             caches = [None] * config.layers if cache is None else split_layers(cache)
-            new_caches = []
             for index, (weights, layer_cache) in enumerate(zip(self.layers, caches, strict=True)):
                 streams[index] = x
                 x, layer_cache, _ = run_compiled(x, layer_cache, weights, 0)
                 new_caches.append(layer_cache)
             streams[config.layers] = x
             cache = None if cache is None else join_layers(new_caches)
-        features = (
-            jnp.concatenate([streams[boundary] for boundary in taps], axis=-1) if taps else None
-        )
+        features = jnp.concatenate([streams[tap] for tap in taps], axis=-1) if taps else None
         return DecoderOutput(rms_norm(x, self.norm[...], config.norm_eps), features, cache, traffic)
 
     def empty_cache(self, rows: int, positions: int) -> KVCache:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int32
 
 from jaxspec import mesh as meshes
@@ -17,17 +18,21 @@ from jaxspec.data import arithmetic
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.data.texts import TextFile
-from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_prompts, compile_answerer, put_like
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.streams import Stream, stream_rng
 from jaxspec.models.decoder import Decoder
+from jaxspec.rl.learner import Learner
 from jaxspec.rl.train_batch import PolicyStates, build_text_batch
+from jaxspec.rollout.generator import Generator
 from jaxspec.state import FAILED, Prompts, PyTree, Rollout, RolloutWeights
 from jaxspec.system.progress import Progress
+from jaxspec.system.terminal import LinePrinter
 from jaxspec.tokens.tokenizer import Tokenizer
 from jaxspec.transfer import export_weights
 
+Responder = Callable[[int], SftBatch]
+"""Function that samples a batch of responses by its number."""
 HELD_OUT_INTERVAL = 16
 """One batch of responses in this many is held out from training."""
 MAX_STATE_BYTES = 4 << 30
@@ -61,21 +66,31 @@ def hold_out_batches(offline: OfflineConfig) -> tuple[range, range]:
     return range(first), range(first, count)
 
 
-def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
+def abstract_responses(config: ResolvedConfig, mesh: Mesh) -> SftBatch:
+    """Describes a batch of responses without allocating it."""
+    rows, replicated = config.offline.rows, meshes.replicated_sharding(mesh)
+    leaves: list[Any] = [
+        jax.ShapeDtypeStruct(shape, np.int32, sharding=replicated)
+        for shape in ((rows, config.row_length), (rows,), (rows,))
+    ]
+    return SftBatch(*leaves)
+
+
+def make_responder(
+    config: ResolvedConfig, generator: Generator, tokenizer: Tokenizer, policy: Decoder
+) -> Responder:
     """Returns a function that samples batches of responses.
 
     It takes the number of a batch of training prompts. Each prompt gets one response, by plain
     decoding with the rollout's temperature and truncation. A batch depends only on seed, policy and
     number. Failed responses come back empty.
     """
-    config, rows = job.config, job.config.offline.rows
+    rows = config.offline.rows
     # The configured number of pages is for batches of training, which have other sizes.
-    plain_generator = job.step.generator.without_draft().make_variant(
-        prompts=rows, group_size=1, pages=0
-    )
+    plain_generator = generator.without_draft().make_variant(prompts=rows, group_size=1, pages=0)
     # Only drafts use earlier answers, and this generator has none.
     generator = dataclasses.replace(plain_generator, past_answers=0)
-    stream = load_sets(config, job.tokenizer, require_answers=False).make_stream(config.seed)
+    stream = load_sets(config, tokenizer, require_answers=False).make_stream(config.seed)
     abstract_batch = abstract_prompts(generator, rows)
 
     @jax.jit
@@ -83,7 +98,7 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
         exported = export_weights(policy, None, generator.dtype, seed=config.seed)
         return generator.load(exported, generator.init_state())
 
-    @partial(jax.jit, out_shardings=meshes.replicated_sharding(job.mesh))
+    @partial(jax.jit, out_shardings=meshes.replicated_sharding(generator.mesh))
     def select_texts(rollout: Rollout) -> tuple[Array, Array, Array]:
         # Without response tokens the loss mask is empty, and the row is filtered later.
         lengths = jnp.where(rollout.status == FAILED, rollout.prompt_lengths, rollout.lengths)
@@ -94,7 +109,7 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
 
     def respond(number: int) -> SftBatch:
         problems = [stream[number * rows + row] for row in range(rows)]
-        tokens, lengths = pad_prompts(problems, config.data.max_prompt_length, job.tokenizer.pad_id)
+        tokens, lengths = pad_prompts(problems, config.data.max_prompt_length, tokenizer.pad_id)
         fields: dict[str, Any] = {
             "tokens": tokens,
             "lengths": lengths,
@@ -111,7 +126,7 @@ def make_responder(job: Job, policy: Decoder) -> Callable[[int], SftBatch]:
 
 
 def read_training_text(
-    config: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], Any]
+    config: ResolvedConfig, tokenizer: Tokenizer, say: LinePrinter
 ) -> TextRows | None:
     """Reads the rows of `offline.text`. None if the draft is trained on the policy's responses.
 
@@ -193,15 +208,14 @@ def select_batch(rows: PyTree, number: int, size: int, seed: int) -> PyTree:
     return jax.tree.map(lambda array: array[row_numbers], rows)
 
 
-def should_keep_states(job: Job, rows: TextRows) -> bool:
+def should_keep_states(config: ResolvedConfig, learner: Learner, rows: TextRows) -> bool:
     """Whether to keep policy states on the host.
 
     There is one state for each token of `rows`. They are kept if rows are read more than once and
     the states fit in memory.
     """
-    config = job.config
     rows_read = config.offline.steps * config.offline.rows
-    widths = (1 + len(job.step.learner.taps)) * config.model.embed
+    widths = (1 + len(learner.taps)) * config.model.embed
     size = rows.tokens.size * widths * jnp.dtype(config.model.dtype).itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fits = size <= min(MAX_STATE_BYTES, memory // 4)
@@ -210,22 +224,14 @@ def should_keep_states(job: Job, rows: TextRows) -> bool:
 
 
 def compute_states(
-    job: Job, policy: Decoder, rows: TextRows, micro_tokens: int, progress: Progress
+    learner: Learner, policy: Decoder, rows: TextRows, size: int, progress: Progress
 ) -> PolicyStates:
-    """Runs the policy once over all rows.
-
-    Micro-batches have `micro_tokens` positions on each data shard.
-    """
-    learner, size = (
-        job.step.learner.for_supervised_texts(None, micro_tokens=micro_tokens),
-        job.config.offline.rows,
-    )
+    """Runs the policy once over all rows, in batches of `size`."""
     compute = jax.jit(learner.passes.compute_states)
     count, states = len(rows.tokens), None
     for number, batch in enumerate(batch_rows(rows, size)):
-        batch_states = jax.device_get(
-            compute(policy, build_text_batch(*batch, job.mesh, micro_tokens))
-        )
+        texts = build_text_batch(*batch, learner.mesh, learner.micro_tokens)
+        batch_states = jax.device_get(compute(policy, texts))
         # Preallocated: joining a list of batches at the end would take twice the memory.
         if states is None:
             states = jax.tree.map(

@@ -3,7 +3,10 @@
 The policy is read from a checkpoint, trained by a supervised warm start, or random.
 """
 
+import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,22 +14,30 @@ import numpy as np
 
 from jaxspec import mesh as meshes
 from jaxspec.config.from_checkpoint import read_draft
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data import arithmetic
 from jaxspec.data.problems import load_sets, pad_prompts
 from jaxspec.drafts.kinds import get_learned
 from jaxspec.hf.pretrained import HfCheckpoint, make_adapter_merger, open_policy_checkpoint
-from jaxspec.host.job import Job, to_local_job
+from jaxspec.host.job import to_local_step
 from jaxspec.host.programs import abstract_leaf
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.inputs.streams import Stream, stream_rng
+from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
 from jaxspec.preparation.draft_check import describe_check, measure_agreement
 from jaxspec.preparation.draft_data import rows_from_sft
 from jaxspec.processes.process_0 import build_in_process_0_only, run_in_process_0_first
 from jaxspec.rl import optimizers
+from jaxspec.rl.draft_objective import UntrainedDraft
+from jaxspec.rl.learner import Learner
 from jaxspec.rl.losses import negative_log_likelihood
+from jaxspec.rl.objective import PolicyObjective
 from jaxspec.rl.train_batch import build_text_batch
+from jaxspec.rollout.generator import Generator
 from jaxspec.sampling import Processing
 from jaxspec.state import LearnerState, PyTree
+from jaxspec.step import Step
 from jaxspec.storage.cache import (
     cache_folder,
     content_key,
@@ -38,6 +49,8 @@ from jaxspec.storage.cache import (
 from jaxspec.system.files import DamagedFileError, explain_write_errors, remove_path
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
+from jaxspec.system.terminal import LinePrinter
+from jaxspec.tokens.tokenizer import Tokenizer
 
 WEIGHTS = "weights.npz"
 KEEP_SECONDS, KEEP_COST = 10.0, 10.0
@@ -48,7 +61,28 @@ PROBE_PROMPTS = 16
 """Number of training prompts on which a loaded draft is compared with the policy."""
 
 
-def train_policy(job: Job, progress: Progress, file: Path) -> Decoder:
+class SaveTimer:
+    """Decides when a training saves its progress."""
+
+    def __init__(self) -> None:
+        self._save_time, self._interval = time.monotonic(), KEEP_SECONDS
+
+    def is_due(self) -> bool:
+        """Returns whether the last save is long enough ago."""
+        return time.monotonic() - self._save_time >= self._interval
+
+    def time_save(self, save: Callable[[], None]) -> None:
+        """Saves, and sets the time of the next save."""
+        start_time = time.monotonic()
+        save()
+        self._save_time = time.monotonic()
+        # On a slow disk saving becomes rarer, so that it takes a tenth of the time at most.
+        self._interval = max(KEEP_SECONDS, KEEP_COST * (self._save_time - start_time))
+
+
+def train_policy(
+    config: ResolvedConfig, step: Step, tokenizer: Tokenizer, progress: Progress, file: Path
+) -> Decoder:
     """Trains a fresh policy on generated documents.
 
     Runs `sft.steps` updates. Minimizes the negative log-likelihood of the tokens after each
@@ -58,32 +92,14 @@ def train_policy(job: Job, progress: Progress, file: Path) -> Decoder:
     Raises:
       Diverged: Too many updates in a row were skipped.
     """
-    config = job.config
-    sft, mesh = config.sft, job.mesh
+    sft, length, learner = config.sft, config.row_length, _make_sft_learner(config, step.learner)
     rng = stream_rng(config.seed, Stream.DOCUMENTS)
-    length = config.row_length
-    token_count = meshes.round_to_tiles(
-        mesh, sft.rows // meshes.row_shard_count(mesh) * (length - 1)
-    )
-    learner = job.step.learner.for_supervised_texts(
-        negative_log_likelihood,
-        micro_tokens=max(length - 1, min(token_count, job.step.learner.micro_tokens)),
-        # Documents were not sampled, so the run's temperature and truncation do not apply.
-        processing=Processing(),
-        draft_objective=None,
-        taps=(),
-        policy_optimizer=optimizers.adamw(
-            optimizers.cosine_schedule(sft.learning_rate, sft.steps),
-            grad_clip=1.0,
-            weight_decay=0.01,
-        ),
-    )
 
     def start_learner() -> LearnerState:
-        return learner.init_state(job.step.init_policy(), None, online=False)
+        return learner.init_state(step.init_policy(), None, online=False)
 
     shapes = jax.eval_shape(start_learner)
-    layout, replicated = learner.train_layout(shapes), meshes.replicated_sharding(mesh)
+    layout, replicated = learner.train_layout(shapes), meshes.replicated_sharding(learner.mesh)
     count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
     saved_state = load_partial(file, (jax.tree.map(abstract_leaf, shapes, layout), count), progress)
     state, steps_done = saved_state or (jax.jit(start_learner, out_shardings=layout)(), 0)
@@ -91,28 +107,46 @@ def train_policy(job: Job, progress: Progress, file: Path) -> Decoder:
     if steps_done:
         progress.print_line(f"going on at step {steps_done} of {sft.steps}")
     update = jax.jit(learner.learn, donate_argnums=0, out_shardings=(layout, replicated))
-    save_time, save_interval = time.monotonic(), KEEP_SECONDS
+    timer = SaveTimer()
     for number in range(1, sft.steps + 1):
         texts = rows_from_sft(
-            arithmetic.sample_sft_batch(config.data, sft, job.tokenizer, rng, sft.rows, length)
+            arithmetic.sample_sft_batch(config.data, sft, tokenizer, rng, sft.rows, length)
         )
         # Batches of finished updates are drawn anyway, to bring the random stream to its place.
         if number <= steps_done:
             continue
-        state, metrics = update(state, build_text_batch(*texts, mesh, learner.micro_tokens))
-        progress.update(number, loss=float(metrics["loss/policy"]))
-        skipped = float(metrics["skipped_in_row/policy"])
+        batch = build_text_batch(*texts, learner.mesh, learner.micro_tokens)
+        state, metrics = update(state, batch)
+        metrics = metrics_to_host(metrics)
+        progress.update(number, loss=metrics.get("loss/policy", math.nan))
+        skipped = metrics["skipped_in_row/policy"]
         optimizers.require_progress(
             skipped, "policy", f"step {number} of the warm start", "Lower --sft.learning_rate."
         )
         # A training that is about to diverge should not be resumed.
-        if time.monotonic() - save_time >= save_interval and not skipped:
-            start_time = time.monotonic()
-            save_tree(file, (state, np.int32(number)))
-            save_time = time.monotonic()
-            # On a slow disk saving becomes rarer, so that it takes a tenth of the time at most.
-            save_interval = max(KEEP_SECONDS, KEEP_COST * (save_time - start_time))
+        if timer.is_due() and not skipped:
+            timer.time_save(partial(save_tree, file, (state, np.int32(number))))
     return state.policy.network
+
+
+def _make_sft_learner(config: ResolvedConfig, learner: Learner) -> Learner:
+    """Returns a learner for the documents of the warm start."""
+    sft, length = config.sft, config.row_length
+    shard_rows = sft.rows // meshes.row_shard_count(learner.mesh)
+    token_count = meshes.round_to_tiles(learner.mesh, shard_rows * (length - 1))
+    return learner.for_supervised_texts(
+        PolicyObjective(negative_log_likelihood),
+        micro_tokens=max(length - 1, min(token_count, learner.micro_tokens)),
+        # Documents were not sampled, so the run's temperature and truncation do not apply.
+        processing=Processing(),
+        draft_objective=UntrainedDraft(),
+        taps=(),
+        policy_optimizer=optimizers.adamw(
+            optimizers.cosine_schedule(sft.learning_rate, sft.steps),
+            grad_clip=1.0,
+            weight_decay=0.01,
+        ),
+    )
 
 
 def load_partial(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
@@ -131,9 +165,8 @@ def load_partial(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
         return None
 
 
-def policy_key(job: Job) -> str:
+def policy_key(config: ResolvedConfig) -> str:
     """Returns the cache key of the warm start."""
-    config = job.config
     shape = (
         config.data.task,
         config.data.digits,
@@ -155,7 +188,9 @@ def policy_key(job: Job) -> str:
     return content_key("policy", config.seed, config.model, config.sft, shape, code)
 
 
-def get_or_train_policy(job: Job, interrupt: Interrupt) -> Path:
+def get_or_train_policy(
+    config: ResolvedConfig, step: Step, tokenizer: Tokenizer, interrupt: Interrupt, say: LinePrinter
+) -> Path:
     """Returns the weights' file, training the policy if needed.
 
     A warm start in the cache is not trained again. Only process 0 trains. Call it there first, then
@@ -165,61 +200,64 @@ def get_or_train_policy(job: Job, interrupt: Interrupt) -> Path:
       ConfigError: The cache cannot be written, or is not shared with process 0.
       Diverged: Training diverged. Nothing is cached.
     """
-    config, key = job.config, policy_key(job)
-    partial = cache_folder() / f"{key}.partial.npz"
+    key = policy_key(config)
+    partial_file = cache_folder() / f"{key}.partial.npz"
 
     def build(folder: Path) -> None:
-        job.say(f"no warm start in the cache: training the policy for {config.sft.steps} steps")
+        say(f"no warm start in the cache: training the policy for {config.sft.steps} steps")
         start_time = time.perf_counter()
         with (
             Progress("warm start", config.sft.steps) as progress,
             interrupt.exit_on_signal("warm start", progress.stop, consequence=RESUME_HINT),
         ):
+            local_step = to_local_step(config, step, tokenizer)
             try:
-                policy = train_policy(to_local_job(job), progress, partial)
+                policy = train_policy(config, local_step, tokenizer, progress, partial_file)
             except optimizers.Diverged:
                 # A retry with the same settings should not resume close to the divergence.
-                partial.unlink(missing_ok=True)
+                partial_file.unlink(missing_ok=True)
                 raise
             save_tree(folder / WEIGHTS, policy)
         # Removed last: until the weights are written, an interrupted training can resume.
-        partial.unlink(missing_ok=True)
-        job.say(f"the warm start took {time.perf_counter() - start_time:.0f} s")
+        partial_file.unlink(missing_ok=True)
+        say(f"the warm start took {time.perf_counter() - start_time:.0f} s")
 
     with interrupt.exit_on_signal("looking for the warm start"):
-        return get_or_build(key, build_in_process_0_only(build), job.say) / WEIGHTS
+        return get_or_build(key, build_in_process_0_only(build), say) / WEIGHTS
 
 
-def load_policy(job: Job, interrupt: Interrupt) -> Decoder:
-    """Loads the starting policy onto the job's mesh.
+def load_policy(
+    config: ResolvedConfig, step: Step, tokenizer: Tokenizer, interrupt: Interrupt, say: LinePrinter
+) -> Decoder:
+    """Loads the starting policy onto the learner's mesh.
 
     It comes from `model.path`, else from the warm start. Without either it has random weights.
     Adapters are merged into it.
     """
-    config, fresh_policy = job.config, job.step.init_policy
-    shapes = jax.eval_shape(fresh_policy)
+    shapes = jax.eval_shape(step.init_policy)
     # Errors in the adapters are reported before any long work.
     merge = make_adapter_merger(config.lora.path, shapes) if config.lora.path else None
-    layout = job.step.learner.train_layout(shapes)
+    layout = step.learner.train_layout(shapes)
     abstract_policy = jax.tree.map(abstract_leaf, shapes, layout)
     if config.model.path:
-        policy = _read_policy(job, interrupt, abstract_policy)
+        policy = _read_policy(config.model, abstract_policy, interrupt, say)
     elif config.sft.steps:
-        policy = load_tree(
-            run_in_process_0_first(lambda: get_or_train_policy(job, interrupt)), abstract_policy
-        )
+        train = partial(get_or_train_policy, config, step, tokenizer, interrupt, say)
+        policy = load_tree(run_in_process_0_first(train), abstract_policy)
     else:
-        policy = jax.jit(fresh_policy, out_shardings=layout)()
+        policy = jax.jit(step.init_policy, out_shardings=layout)()
     return merge(policy) if merge else policy
 
 
-def _read_policy(job: Job, interrupt: Interrupt, shapes: Decoder) -> Decoder:
+def _read_policy(
+    model: ModelSpec, shapes: Decoder, interrupt: Interrupt, say: LinePrinter
+) -> Decoder:
     """Reads the policy of `model.path`. Each process reads only the shards of its own devices."""
-    start_time, model = time.perf_counter(), job.config.model
+    start_time = time.perf_counter()
     with interrupt.exit_on_signal("reading the policy"):
         checkpoint = open_policy_checkpoint(model, shapes)
         policy = load_with_progress(checkpoint)
-    job.say(
+    say(
         f"read {model.path}: {checkpoint.bytes / 1e9:.3g} GB in"
         f" {time.perf_counter() - start_time:.1f} s"
     )
@@ -241,35 +279,42 @@ def load_with_progress(checkpoint: HfCheckpoint) -> Decoder:
         return checkpoint.load(update_bar)
 
 
-def load_draft(job: Job, shapes: PyTree) -> PyTree:
+def load_draft(config: ResolvedConfig, shapes: PyTree, say: LinePrinter) -> PyTree:
     """Reads the draft of `rollout.draft.path`. None without a path."""
-    config, start_time = job.config, time.perf_counter()
+    start_time = time.perf_counter()
     if not config.rollout.draft.path:
         return None
     network = read_draft(config, shapes)
-    job.say(
+    say(
         f"read {config.rollout.draft.path}: {config.rollout.draft.kind} draft in"
         f" {time.perf_counter() - start_time:.1f} s"
     )
     return network
 
 
-def report_agreement(job: Job, policy: Decoder, network: PyTree) -> None:
+def report_agreement(
+    config: ResolvedConfig,
+    generator: Generator,
+    tokenizer: Tokenizer,
+    policy: Decoder,
+    network: PyTree,
+    say: LinePrinter,
+) -> None:
     """Prints how well a loaded draft matches the policy.
 
     Adds a warning if the agreement is poor.
     """
     # A few prompts suffice to tell a miswired draft, and need no sampling.
-    problems = load_sets(job.config, job.tokenizer, require_answers=False).training[0]
+    problems = load_sets(config, tokenizer, require_answers=False).training[0]
     probe_problems = [problems[number] for number in range(min(PROBE_PROMPTS, len(problems)))]
     max_length = max(len(problem.ids) for problem in probe_problems)
     check = measure_agreement(
-        job.step.generator,
-        get_learned(job.config.rollout.draft.kind),
+        generator,
+        get_learned(config.rollout.draft.kind),
         policy,
         network,
-        *pad_prompts(probe_problems, max_length, job.tokenizer.pad_id),
+        *pad_prompts(probe_problems, max_length, tokenizer.pad_id),
     )
-    job.say(describe_check(check))
+    say(describe_check(check))
     if check.warning:
-        job.say(f"warning: {check.warning}")
+        say(f"warning: {check.warning}")

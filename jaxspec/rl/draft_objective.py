@@ -99,6 +99,20 @@ The renormalized target carries no information there.
 """
 
 
+class DraftComparison(NamedTuple):
+    """Comparison of draft and target, by depth.
+
+    It holds values at positions of packed texts, or sums over the positions that a depth predicts.
+    """
+
+    loss: Float[Array, "*P A"]
+    """Loss; 0 at positions that the loss skips (see `COVERED_ONLY_LOSSES`)."""
+    acceptance: Float[Array, "*P A"]
+    """Acceptance probability at this depth, given that the depths before were accepted."""
+    agreement: Float[Array, "*P A"]
+    """1 where draft and target have the same most likely token."""
+
+
 class DraftObjective(NamedTuple):
     """Training objective of a draft.
 
@@ -130,92 +144,87 @@ class DraftObjective(NamedTuple):
         weights = [self.decay**depth for depth in range(depth_count)]
         return [weight / sum(weights) for weight in weights]
 
+    def label_mask(
+        self, loss_mask: Bool[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Bool[Array, "B T A"]:
+        """Masks the labels that each depth predicts.
 
-class DraftComparison(NamedTuple):
-    """Comparison of draft and target, by depth.
+        They are those in the loss mask with enough context before them.
+        """
+        min_context = self.unroll.min_context(self.depth_count)
+        return loss_mask[:, :, None] & (positions[:, :, None] >= min_context)
 
-    It holds values at positions of packed texts, or sums over the positions that a depth predicts.
-    """
+    def unroll_depths(
+        self, network: PyTree, target: Decoder, forward: DecoderOutput, pack: Pack
+    ) -> Float[Array, "B T A D"]:
+        """Returns the inputs of the draft's head, by depth.
 
-    loss: Float[Array, "*P A"]
-    """Loss; 0 at positions that the loss skips (see `COVERED_ONLY_LOSSES`)."""
-    acceptance: Float[Array, "*P A"]
-    """Acceptance probability at this depth, given that the depths before were accepted."""
-    agreement: Float[Array, "*P A"]
-    """1 where draft and target have the same most likely token."""
+        Each is at the position of the label that it predicts. They are zero where the context is
+        too short, and may be zero outside the loss mask. `forward` is the policy's pass.
 
+        Source: EAGLE-3, arXiv 2503.01840 (training-time test).
+        """
+        # The draft's loss must not change the policy through its hidden states.
+        target, forward = jax.lax.stop_gradient((target, forward))
+        return self.unroll.hidden_states(network, target, forward, pack, self.depth_count)
 
-def depth_loss_mask(
-    objective: DraftObjective,
-    loss_mask: Bool[Array, "B T"],
-    positions: Int[Array, "B T"],
-    depth_count: int,
-) -> Bool[Array, "B T A"]:
-    """Masks the labels that each depth predicts.
+    def compare(
+        self,
+        network: PyTree,
+        target: Decoder,
+        logits: Float[Array, "B T V"],
+        hidden: Float[Array, "B T A D"],
+    ) -> DraftComparison:
+        """Compares a draft with its target, by depth.
 
-    They are those in the loss mask with enough context before them.
-    """
-    return loss_mask[:, :, None] & (
-        positions[:, :, None] >= objective.unroll.min_context(depth_count)
-    )
-
-
-def unroll_draft(
-    network: PyTree,
-    target: Decoder,
-    forward: DecoderOutput,
-    pack: Pack,
-    depth_count: int,
-    objective: DraftObjective,
-) -> Float[Array, "B T A D"]:
-    """Returns the inputs of the draft's head, by depth.
-
-    Each is at the position of the label that it predicts. They are zero where the context is too
-    short, and may be zero outside the loss mask. `forward` is the policy's pass.
-
-    Source: EAGLE-3, arXiv 2503.01840 (training-time test).
-    """
-    # The draft's loss must not change the policy through its hidden states.
-    target, forward = jax.lax.stop_gradient((target, forward))
-    return objective.unroll.hidden_states(network, target, forward, pack, depth_count)
-
-
-def compare_draft(
-    network: PyTree,
-    target: Decoder,
-    logits: Float[Array, "B T V"],
-    hidden: Float[Array, "B T A D"],
-    objective: DraftObjective,
-) -> DraftComparison:
-    """Compares a draft with its target, by depth.
-
-    `logits` are the target's at each label, computed once for all depths.
-    """
-    temperature = objective.temperature or 1.0
-    vocab_ids = objective.unroll.vocabulary(network)
-    full_logprobs = jax.nn.log_softmax(jax.lax.stop_gradient(logits) / temperature, axis=-1)
-    target_logprobs = (
-        full_logprobs if vocab_ids is None else jnp.take(full_logprobs, vocab_ids, axis=-1)
-    )
-    # The target's most likely token is covered if it keeps the maximum in the draft's vocabulary.
-    is_covered = jnp.max(target_logprobs, axis=-1) == jnp.max(full_logprobs, axis=-1)
-    comparisons = []
-    for depth in range(hidden.shape[2]):
-        depth_hidden = hidden[:, :, depth]
-        draft_logits = objective.unroll.logits(network, target, depth_hidden)
-        draft_logprobs = jax.nn.log_softmax(draft_logits / temperature, axis=-1)
-        loss = objective.loss(target_logprobs, draft_logprobs)
-        if vocab_ids is not None and objective.loss in COVERED_ONLY_LOSSES:
-            loss = jnp.where(is_covered, loss, 0)
-        # Acceptance is a metric here, and must not hold memory for a backward pass.
-        overlap = jax.lax.stop_gradient(expected_acceptance(target_logprobs, draft_logprobs))
-        agreement = is_covered & (
-            jnp.argmax(target_logprobs, axis=-1) == jnp.argmax(draft_logprobs, axis=-1)
+        `logits` are the target's at each label, computed once for all depths.
+        """
+        temperature = self.temperature or 1.0
+        vocab_ids = self.unroll.vocabulary(network)
+        full_logprobs = jax.nn.log_softmax(jax.lax.stop_gradient(logits) / temperature, axis=-1)
+        target_logprobs = (
+            full_logprobs if vocab_ids is None else jnp.take(full_logprobs, vocab_ids, axis=-1)
         )
-        comparisons.append(DraftComparison(loss, overlap, agreement.astype(overlap.dtype)))
-    return DraftComparison(
-        *(jnp.stack(values, axis=2) for values in zip(*comparisons, strict=True))
-    )
+        # The target's most likely token is covered if it keeps the maximum in the draft's
+        # vocabulary.
+        is_covered = jnp.max(target_logprobs, axis=-1) == jnp.max(full_logprobs, axis=-1)
+        skips_uncovered = vocab_ids is not None and self.loss in COVERED_ONLY_LOSSES
+        comparisons = []
+        for depth in range(hidden.shape[2]):
+            draft_logits = self.unroll.logits(network, target, hidden[:, :, depth])
+            draft_logprobs = jax.nn.log_softmax(draft_logits / temperature, axis=-1)
+            loss = self.loss(target_logprobs, draft_logprobs)
+            if skips_uncovered:
+                loss = jnp.where(is_covered, loss, 0)
+            # Acceptance is a metric here, and must not hold memory for a backward pass.
+            overlap = jax.lax.stop_gradient(expected_acceptance(target_logprobs, draft_logprobs))
+            agreement = is_covered & (
+                jnp.argmax(target_logprobs, axis=-1) == jnp.argmax(draft_logprobs, axis=-1)
+            )
+            comparisons.append(DraftComparison(loss, overlap, agreement.astype(overlap.dtype)))
+        return DraftComparison(
+            *(jnp.stack(values, axis=2) for values in zip(*comparisons, strict=True))
+        )
+
+    def weigh_depths(
+        self, loss_sums: Float[Array, " A"], label_counts: Float[Array, " A"]
+    ) -> Float[Array, ""]:
+        """Computes the loss: the weighted sum of the depths' means."""
+        weights = jnp.asarray(self.depth_weights(len(loss_sums)), loss_sums.dtype)
+        return jnp.sum(weights * loss_sums / jnp.maximum(label_counts, 1))
+
+
+class UntrainedDraft(NamedTuple):
+    """Objective of a draft that has nothing to learn: no depths."""
+
+    depth_count = 0
+
+    def label_mask(
+        self, loss_mask: Bool[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Bool[Array, "B T 0"]:
+        """Masks the labels of no depth."""
+        del positions
+        return jnp.zeros((*loss_mask.shape, 0), bool)
 
 
 class DraftLoss(NamedTuple):
@@ -234,20 +243,24 @@ def compute_draft_loss(
     The learner has many packs, and sums the results of `compare_draft` instead.
     """
     depth_count = objective.depth_count
-    hidden = unroll_draft(network, target, forward, pack, depth_count, objective)
+    hidden = objective.unroll_depths(network, target, forward, pack)
 
     def compare_chunk(
         networks: PyTree, hidden_target: Float[Array, "B C E"], hidden: Float[Array, "B C A D"]
     ) -> DraftComparison:
         network, target = networks
-        return compare_draft(network, target, target.logits(hidden_target), hidden, objective)
+        return objective.compare(network, target, target.logits(hidden_target), hidden)
 
     elements = len(pack.tokens) * target.config.vocab * (1 + depth_count)
     comparison = map_in_chunks(compare_chunk, (network, target), elements, forward.hidden, hidden)
-    label_mask = depth_loss_mask(objective, pack.loss_mask, pack.positions, depth_count)
-    count = jnp.maximum(jnp.sum(label_mask, axis=(0, 1), dtype=comparison.loss.dtype), 1)
-    means = DraftComparison(
-        *(jnp.sum(jnp.where(label_mask, values, 0), axis=(0, 1)) / count for values in comparison)
+    label_mask = objective.label_mask(pack.loss_mask, pack.positions)
+    counts = jnp.sum(label_mask, axis=(0, 1), dtype=comparison.loss.dtype)
+    sums = DraftComparison(
+        *(jnp.sum(jnp.where(label_mask, values, 0), axis=(0, 1)) for values in comparison)
     )
-    loss = jnp.sum(means.loss * jnp.asarray(objective.depth_weights(depth_count), means.loss.dtype))
-    return DraftLoss(loss, means.acceptance, means.agreement)
+    divisors = jnp.maximum(counts, 1)
+    return DraftLoss(
+        objective.weigh_depths(sums.loss, counts),
+        sums.acceptance / divisors,
+        sums.agreement / divisors,
+    )

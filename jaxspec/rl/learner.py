@@ -14,21 +14,21 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import mesh as meshes
 from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
 from jaxspec.mesh import row_shard_count
+from jaxspec.metrics.mean import Mean, Metrics, as_means
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import LOGICAL_AXES, cast_floats
 from jaxspec.models.lora import ADAPTER_AXES, AdaptedDecoder
 from jaxspec.rl import optimizers
-from jaxspec.rl.draft_objective import DraftComparison, DraftObjective
+from jaxspec.rl.accumulate import Passes, order_batch_after
+from jaxspec.rl.batch_sums import BatchCounts, BatchSums
+from jaxspec.rl.draft_objective import DraftComparison, DraftObjective, UntrainedDraft
 from jaxspec.rl.loss_terms import KlPenalty, LogprobGap, zero_gap
-from jaxspec.rl.losses import Aggregation, PolicyLoss, token_mean
-from jaxspec.rl.micro_batch import BatchCounts, BatchSums, MicroBatchObjective
-from jaxspec.rl.optimizers import Metrics, MetricSums
-from jaxspec.rl.passes import Passes, order_batch_after
+from jaxspec.rl.objective import FrozenPolicy, MicroBatchObjective, PolicyObjective
 from jaxspec.rl.train_batch import TrainBatch, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import ExportedWeights, LearnerState, NetworkState, PyTree
@@ -50,10 +50,7 @@ class UpdateState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """Updates weights with batches, on its own mesh.
-
-    Without `policy_loss` the policy is only read, to train the draft.
-    """
+    """Updates weights with batches, on its own mesh."""
 
     mesh: Mesh
     shard_above: int
@@ -62,14 +59,11 @@ class Learner:
     micro_tokens: int
     """Tokens of a micro-batch on each data shard."""
     processing: Processing
-    policy_loss: PolicyLoss | None
-    draft_objective: DraftObjective | None
-    """Training objective of the draft. None if it is not trained."""
+    policy_objective: PolicyObjective | FrozenPolicy
+    draft_objective: DraftObjective | UntrainedDraft
     taps: tuple[int, ...]
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
-    aggregation: Aggregation = token_mean
-    """Weight of each label in the policy's loss."""
     epochs: int = 1
     """Number of passes over a batch, with one update per mini-batch."""
     keeps_reference: bool = False
@@ -93,31 +87,27 @@ class Learner:
     @property
     def objective(self) -> MicroBatchObjective:
         """Losses of a micro-batch."""
-        needs_order = needs_ordering(self.mesh)
         return MicroBatchObjective(
-            policy_loss=self.policy_loss,
-            aggregation=self.aggregation,
+            policy=self.policy_objective,
             draft=self.draft_objective,
             processing=self.processing,
             taps=self.taps,
             accum_dtype=self.accum_dtype,
-            needs_order=needs_order,
+            needs_order=needs_ordering(self.mesh),
         )
 
-    def for_supervised_texts(self, policy_loss: PolicyLoss | None, **changes: Any) -> "Learner":
-        """Returns a learner for supervised texts.
-
-        It makes one update per batch, on the mean over its labels.
-        """
+    def for_supervised_texts(
+        self, policy_objective: PolicyObjective | FrozenPolicy, **changes: Any
+    ) -> "Learner":
+        """Returns a learner for supervised texts, with one update per batch."""
         defaults = {
-            "aggregation": token_mean,
             "epochs": 1,
             "keeps_reference": False,
             "reads_reference": False,
             "recompute": True,
             "learning_rate": None,
         }
-        return dataclasses.replace(self, policy_loss=policy_loss, **(defaults | changes))
+        return dataclasses.replace(self, policy_objective=policy_objective, **(defaults | changes))
 
     @property
     def passes(self) -> Passes:
@@ -155,19 +145,21 @@ class Learner:
 
         A non-finite loss or gradient skips the update and counts it, as does a batch without
         labels. A mini-batch without labels is skipped silently. If not `enabled`, nothing changes,
-        float metrics are NaN, and counts are 0. Metrics are means over the updates. Those of the
-        logprob gap cover the full batch before its first update.
+        means have no value, and counts are 0. Means are over the updates. Those of the logprob gap
+        cover the full batch before its first update.
         """
         # Disabled by reading no micro-batch: a `cond` would hold the state twice.
         enabled = jnp.asarray(enabled)
         batch, gap = self._place_rows(batch, enabled), None
-        if self.policy_loss is not None:
+        if self.policy_objective.is_trained:
             batch, gap = self._add_logprobs(state, batch)
         mini_batches = len(batch.plan.micro_batch_count)
         update_count = mini_batches * self.epochs
 
         @partial(jax.jit, inline=True)  # traced once, for both `eval_shape` and the loop
-        def update(index: Int[Array, ""], progress: UpdateState) -> tuple[UpdateState, Metrics]:
+        def update(
+            index: Int[Array, ""], progress: UpdateState
+        ) -> tuple[UpdateState, dict[str, Mean]]:
             current = state.replace(policy=progress.policy, draft=progress.draft)
             ordered = (
                 order_batch_after(batch, progress.updates)
@@ -177,34 +169,39 @@ class Learner:
             return self._update(current, ordered, index % mini_batches, enabled, progress.updates)
 
         def accumulate_update(
-            index: Int[Array, ""] | int, carry: tuple[UpdateState, MetricSums]
-        ) -> tuple[UpdateState, MetricSums]:
+            index: Int[Array, ""] | int, carry: tuple[UpdateState, dict[str, Mean]]
+        ) -> tuple[UpdateState, dict[str, Mean]]:
             progress, metrics = update(jnp.asarray(index, jnp.int32), carry[0])
-            return progress, carry[1].add_update(metrics)
+            return progress, {
+                name: mean.merge_with(metrics[name]) for name, mean in carry[1].items()
+            }
 
         progress = UpdateState(state.policy, state.draft, jnp.int32(0))
-        _, metrics = jax.eval_shape(update, jnp.int32(0), progress)
-        zeros = {name: jnp.zeros((), leaf.dtype) for name, leaf in metrics.items()}
-        sums = MetricSums(zeros, zeros)
+        _, shapes = jax.eval_shape(update, jnp.int32(0), progress)
+        means = jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), shapes)
         # XLA cannot offload the optimizer state inside a loop.
         if update_count == 1 or isinstance(self.policy_optimizer, optimizers.OffloadedOptimizer):
             for index in range(update_count):
-                progress, sums = accumulate_update(index, (progress, sums))
+                progress, means = accumulate_update(index, (progress, means))
         else:
-            progress, sums = lax.fori_loop(0, update_count, accumulate_update, (progress, sums))
-        metrics = sums.to_means()
+            progress, means = lax.fori_loop(0, update_count, accumulate_update, (progress, means))
         if gap is not None:
-            first_gap = LogprobGap(*(metrics.pop(name) for name in GAP_METRICS))
-            metrics |= first_gap.merge_with(gap).metrics
-        metrics |= self._count_metrics(state, batch, progress) | self._rate_metrics(state)
-        metrics = {name: _mask_metric(enabled, value) for name, value in metrics.items()}
+            first_gap = LogprobGap(*(means.pop(name).total for name in GAP_METRICS))
+            means |= first_gap.merge_with(gap).metrics
+        means |= self._rate_metrics(state)
+        means = {name: mean.keep_if(enabled) for name, mean in means.items()}
+        counts = self._count_metrics(state, batch, progress)
+        metrics = means | {name: jnp.where(enabled, count, 0) for name, count in counts.items()}
         version = state.version + enabled.astype(jnp.int32)
         # Work that uses the new version must run after all sums in these metrics.
         if self.objective.needs_order:
-            version = order_after(version, [signal_ready(value) for value in metrics.values()])
+            version = order_after(
+                version, [signal_ready(leaf) for leaf in jax.tree.leaves(metrics)]
+            )
         recompute = state.recompute
-        if self.policy_loss is not None:
-            recompute |= metrics["rollout/probability_factor"] > self.max_probability_factor
+        if self.policy_objective.is_trained:
+            factor = means["rollout/probability_factor"].value
+            recompute |= factor > self.max_probability_factor
         return state.replace(
             policy=progress.policy, draft=progress.draft, version=version, recompute=recompute
         ), metrics
@@ -223,7 +220,7 @@ class Learner:
 
     def evaluate_policy(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> BatchSums:
         """Evaluates the policy's loss and gap on a batch."""
-        policy_learner = dataclasses.replace(self, draft_objective=None, taps=())
+        policy_learner = dataclasses.replace(self, draft_objective=UntrainedDraft(), taps=())
         return policy_learner.passes.compute_sums(policy, None, self.passes.place_rows(batch))[0]
 
     def compare_draft(
@@ -299,8 +296,8 @@ class Learner:
         mini_batch: Int[Array, ""],
         enabled: Bool[Array, ""],
         updates: Int[Array, ""],
-    ) -> tuple[UpdateState, Metrics]:
-        """Makes one update on a mini-batch. Metrics without a value are NaN."""
+    ) -> tuple[UpdateState, dict[str, Mean]]:
+        """Makes one update on a mini-batch."""
         # An empty mini-batch is skipped, unless the batch is empty, which counts as a skip.
         policy, draft = state.policy, state.draft
         micro_batch_count = batch.plan.micro_batch_count
@@ -309,50 +306,55 @@ class Learner:
         gradients, sums, counts = self.passes.compute_gradients(
             policy.network, draft_network, state.online, batch, mini_batch
         )
-        metrics: dict[str, Float[Array, ""]] = {}
-        if self.policy_loss is not None:
+        metrics: dict[str, Mean] = {}
+        if self.policy_objective.is_trained:
+            # An update without labels is skipped, as one whose loss is NaN.
             loss = jnp.where(counts.labels > 0, sums.policy_loss, jnp.nan)
             policy, norm = optimizers.apply_update(
                 policy, gradients[0], loss, self.policy_optimizer, enabled
             )
-            metrics |= {"loss/policy": loss, "grad_norm/policy": norm}
-            metrics |= self._batch_metrics(batch, mini_batch, sums, counts)
-            for name, value in zip(GAP_METRICS, sums.gap, strict=True):
-                metrics[name] = jnp.where(updates == 0, value, jnp.nan)
-        if draft is not None and self.draft_objective is not None:
+            values = {
+                "loss/policy": loss,
+                "grad_norm/policy": norm,
+                "learner/packing": self._packed_share(batch, mini_batch, counts),
+            }
+            metrics |= as_means(values | sums.to_metrics(counts), counts.labels > 0)
+            metrics |= as_means(dict(zip(GAP_METRICS, sums.gap, strict=True)), updates == 0)
+        if draft is not None and isinstance(self.draft_objective, DraftObjective):
             online = state.online & enabled
-            draft, draft_metrics = self._update_draft(draft, gradients[1], online, sums, counts)
+            loss = self.draft_objective.weigh_depths(sums.draft.loss, counts.labels_by_depth)
+            draft, draft_metrics = self._update_draft(
+                draft, gradients[1], loss, online, sums.draft, counts
+            )
             metrics |= draft_metrics
         updates = updates + 1
         if self.objective.needs_order:
-            updates = order_after(updates, [signal_ready(value) for value in metrics.values()])
+            updates = order_after(
+                updates, [signal_ready(leaf) for leaf in jax.tree.leaves(metrics)]
+            )
         pinned_draft = None if draft is None else self._pin_layout(draft)
         return UpdateState(self._pin_layout(policy), pinned_draft, updates), metrics
 
-    def _batch_metrics(
-        self, batch: TrainBatch, index: Int[Array, ""], sums: BatchSums, counts: BatchCounts
-    ) -> dict[str, Float[Array, ""]]:
-        """Computes metrics of the mini-batch and its packing."""
+    def _packed_share(
+        self, batch: TrainBatch, index: Int[Array, ""], counts: BatchCounts
+    ) -> Float[Array, ""]:
+        """Returns the share of the micro-batches' positions that hold text."""
         size = row_shard_count(self.mesh) * self.micro_tokens * batch.plan.micro_batch_count[index]
-        means = {
-            "entropy": sums.entropy / counts.labels,
-            "learner/packing": counts.positions / size.astype(counts.positions.dtype),
-            **{name: value / counts.labels for name, value in sums.loss_metrics.items()},
-            **sums.extremes,
-        }
-        if sums.traffic is not None:
-            means |= sums.traffic.to_metrics(counts.labels)
-        return {name: jnp.where(counts.labels > 0, value, jnp.nan) for name, value in means.items()}
+        return counts.positions / size.astype(counts.positions.dtype)
 
-    def _count_metrics(self, state: LearnerState, batch: TrainBatch, final: UpdateState) -> Metrics:
+    def _count_metrics(
+        self, state: LearnerState, batch: TrainBatch, final: UpdateState
+    ) -> dict[str, Int[Array, ""]]:
         """Collects the metrics that are counts."""
-        metrics: Metrics = {}
-        for name, network in (("policy", final.policy), ("draft", final.draft)):
-            objective = self.policy_loss if name == "policy" else self.draft_objective
-            if network is not None and objective is not None:
+        metrics: dict[str, Int[Array, ""]] = {}
+        trained = {"policy": final.policy if self.policy_objective.is_trained else None}
+        if isinstance(self.draft_objective, DraftObjective):
+            trained["draft"] = final.draft
+        for name, network in trained.items():
+            if network is not None:
                 metrics[f"skipped/{name}"] = network.skipped
                 metrics[f"skipped_in_row/{name}"] = network.skipped_in_row
-        if self.policy_loss is not None:
+        if self.policy_objective.is_trained:
             batch = order_batch_after(batch, final.updates) if self.objective.needs_order else batch
             is_read = read_lengths(batch.loss_mask) > 0
             lag = jnp.where(is_read, state.version - batch.version, 0)
@@ -361,32 +363,31 @@ class Learner:
             metrics["learner/recompute"] = state.recompute.astype(jnp.int32)
         return metrics
 
-    def _rate_metrics(self, state: LearnerState) -> Metrics:
+    def _rate_metrics(self, state: LearnerState) -> dict[str, Mean]:
         """Returns the learning rate of the batch's first update."""
-        if self.policy_loss is None or self.learning_rate is None:
+        if not self.policy_objective.is_trained or self.learning_rate is None:
             return {}
         updates = optimizers.update_count(state.policy.optimizer)
-        return {
-            "optimizer/learning_rate": jnp.asarray(self.learning_rate(updates), self.accum_dtype)
-        }
+        rate = jnp.asarray(self.learning_rate(updates), self.accum_dtype)
+        return {"optimizer/learning_rate": Mean.from_value(rate)}
 
     def _update_draft(
         self,
         draft: NetworkState,
         gradients: PyTree,
+        loss: Float[Array, ""],
         online: Bool[Array, ""],
-        sums: BatchSums,
+        sums: DraftComparison,
         counts: BatchCounts,
-    ) -> tuple[NetworkState, dict[str, Float[Array, ""]]]:
-        """Updates the draft if it is `online`. Else returns it unchanged, with NaN metrics."""
-        loss = self.objective.draft_loss(sums.draft.loss, counts)
+    ) -> tuple[NetworkState, dict[str, Mean]]:
+        """Updates the draft if it is `online`. Else returns it unchanged, without metrics."""
         loss = jnp.where(counts.labels > 0, loss, jnp.nan)
         draft, norm = optimizers.apply_update(draft, gradients, loss, self.draft_optimizer, online)
-        metrics = {"loss/draft": loss, "grad_norm/draft": norm}
-        acceptance = sums.draft.acceptance / jnp.maximum(counts.labels_by_depth, 1)
+        values = {"loss/draft": loss, "grad_norm/draft": norm}
+        acceptance = sums.acceptance / jnp.maximum(counts.labels_by_depth, 1)
         for depth, value in enumerate(acceptance, start=1):
-            metrics[f"draft/expected_acceptance_{depth}"] = value
-        return draft, {name: jnp.where(online, value, jnp.nan) for name, value in metrics.items()}
+            values[f"draft/expected_acceptance_{depth}"] = value
+        return draft, as_means(values, online & (counts.labels > 0))
 
     def _pin_layout(self, state: NetworkState) -> NetworkState:
         """Pins weights to the train layout."""
@@ -398,9 +399,3 @@ class Learner:
 def _reference_policy(state: LearnerState) -> Decoder:
     """Returns the initial policy: a copy, or the base."""
     return state.policy.network.base if state.reference is None else state.reference
-
-
-def _mask_metric(enabled: Bool[Array, ""], value: Num[Array, ""]) -> Num[Array, ""]:
-    """Masks a metric of a disabled update: NaN for floats, 0 for counts."""
-    empty_value = jnp.nan if jnp.issubdtype(value.dtype, jnp.floating) else 0
-    return jnp.where(enabled, value, jnp.asarray(empty_value, value.dtype))

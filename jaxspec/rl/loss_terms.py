@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.metrics.mean import Mean, as_means
 from jaxspec.state import PyTree
 
 PerLabel = Float[Array, "B T"]
@@ -267,18 +268,16 @@ class LogprobGap(NamedTuple):
         return jax.tree.map(jnp.add, self, other)._replace(max_absolute=max_absolute)
 
     @property
-    def metrics(self) -> dict[str, Float[Array, ""]]:
-        """Returns means and the maximum; NaN without labels."""
+    def metrics(self) -> dict[str, Mean]:
+        """Returns means and the maximum. They are absent without labels."""
         divisor = jnp.maximum(self.label_count, 1)
-        means = {
+        values = {
             "rollout/logprob_gap_mean": self.absolute / divisor,
             "rollout/logprob_gap_max": self.max_absolute,
             "rollout/probability_factor": self.probability_factor / divisor,
             "rollout/kl": self.kl / divisor,
         }
-        return {
-            name: jnp.where(self.label_count > 0, value, jnp.nan) for name, value in means.items()
-        }
+        return as_means(values, self.label_count > 0)
 
 
 def zero_gap(dtype: np.dtype) -> LogprobGap:

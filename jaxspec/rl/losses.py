@@ -4,12 +4,15 @@ The learner sums the losses of all labels in the loss mask, each with its weight
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jaxspec.inputs.checked import ConfigError, require
+from jaxspec.inputs.own_code import describe_error, import_function
 from jaxspec.rl.loss_terms import (
     Correction,
     KlPenalty,
@@ -134,6 +137,40 @@ def _ratio_metrics(
         "ratio/clipped_low": is_clipped_low.astype(ratio.dtype),
         "ratio/clipped_high": is_clipped_high.astype(ratio.dtype),
     }
+
+
+def import_surrogate(name: str) -> Surrogate:
+    """Imports `loss.function`, and traces it once.
+
+    Raises:
+      ConfigError: it cannot be imported, fails, or does not return one loss per token.
+    """
+    try:
+        function = import_function(name)
+
+        def trace_loss() -> Any:
+            # Rows and tokens differ in number, so that swapped axes are noticed.
+            zeros = jnp.zeros((2, 3), jnp.float32)
+            inputs = dict.fromkeys(LossInputs._fields, zeros)
+            inputs |= {"loss_mask": zeros == 0, "text_start": zeros.astype(jnp.int32)}
+            loss = function(LossInputs(**inputs))
+            return loss.by_label if isinstance(loss, Loss) else jnp.asarray(loss)
+
+        # Only shapes are computed. Otherwise an error would appear after minutes of compilation.
+        shape = jax.eval_shape(trace_loss).shape
+    except Exception as error:  # a user's code may raise anything
+        raise ConfigError(f"loss.function {name}: {describe_error(error)}") from error
+    require(
+        shape == (2, 3),
+        f"loss.function {name} gives an array of shape {shape} for tokens of shape (2, 3); give the"
+        " loss at each token, and leave their mean to loss.aggregation",
+    )
+
+    def surrogate(inputs: LossInputs) -> Loss:
+        loss = function(inputs)
+        return loss if isinstance(loss, Loss) else Loss(loss)
+
+    return surrogate
 
 
 # ---- how labels are weighed in a batch

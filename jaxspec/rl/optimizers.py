@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models import layers
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import TARGETS
 from jaxspec.state import NetworkState, PyTree
 
-Metrics = dict[str, Num[Array, ""]]
-"""Metrics by name."""
 MAX_SKIPPED_IN_ROW = 3
 """Number of non-finite updates in a row that ends a training."""
 
@@ -369,30 +367,3 @@ def apply_update(
         ),
         norm,
     )
-
-
-class MetricSums(NamedTuple):
-    """Sums of metrics over updates, by name."""
-
-    sums: Metrics
-    """Sum over the updates in which the metric was not NaN."""
-    counts: Metrics
-    """Number of these updates."""
-
-    def add_update(self, metrics: Metrics) -> "MetricSums":
-        """Adds the metrics of an update."""
-        # A metric is NaN in an update that has no value for it, and must not spoil the mean.
-        present = {name: ~jnp.isnan(value) for name, value in metrics.items()}
-        values = {name: jnp.where(present[name], value, 0) for name, value in metrics.items()}
-        return jax.tree.map(
-            lambda total, value: total + value.astype(total.dtype),
-            self,
-            MetricSums(values, present),
-        )
-
-    def to_means(self) -> Metrics:
-        """Returns means; NaN for metrics without a value."""
-        return {
-            name: jnp.where(count > 0, self.sums[name] / jnp.maximum(count, 1), jnp.nan)
-            for name, count in self.counts.items()
-        }

@@ -16,10 +16,9 @@ from jaxtyping import Array, Int
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.pieces import Pieces
 from jaxspec.mesh import max_over_experts
-from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import Caches, DecodeState, gather_rows, slot_count
-from jaxspec.rollout.round import draft_features
+from jaxspec.rollout.round import run_target
 from jaxspec.state import Drafter, PyTree
 
 
@@ -48,7 +47,7 @@ class PassSize(NamedTuple):
 
 
 def append_texts(
-    target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, size: PassSize
+    target: Decoder, drafter: Drafter, draft: Draft, state: DecodeState, size: PassSize
 ) -> DecodeState:
     """Reads the unread text of slots and prompts into their pages."""
     rollout, prompts, slots = state.rollout, state.queue.prompts, slot_count(state)
@@ -83,7 +82,7 @@ def append_texts(
 def read_texts(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     texts: Texts,
     caches: Caches,
     draft_state: PyTree,
@@ -109,15 +108,11 @@ def read_texts(
             fill_value=caches.target.page_count,
         )
         caches = caches.with_table(table)
-        tap_layers = draft.taps if draft else ()
-        forward = target(pieces.tokens, pieces.positions, caches.target, tap_layers)
-        assert forward.cache is not None, "a decoder with a cache returns it"
-        draft_cache: KVCache | None = caches.draft
-        if draft is not None:
-            draft_state, draft_cache = draft.prefill(
-                drafter.network, target, draft_state, draft_cache, pieces, draft_features(forward)
-            )
-        return Caches(target=forward.cache, draft=draft_cache).without_table(), draft_state
+        target_pass = run_target(target, draft, pieces.tokens, pieces.positions, caches.target)
+        draft_state, draft_cache = draft.prefill(
+            drafter.network, target, draft_state, caches.draft, pieces, target_pass.features
+        )
+        return Caches(target=target_pass.cache, draft=draft_cache).without_table(), draft_state
 
     # Expert members run in lockstep, so all make the passes of the one with the most pieces.
     pass_count = max_over_experts((piece_ends[-1] + size.piece_count - 1) // size.piece_count)

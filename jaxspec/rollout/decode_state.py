@@ -6,6 +6,7 @@ never changes.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
@@ -21,15 +22,13 @@ class Caches(Tree):
 
     target: KVCache
     draft: KVCache | None
-    """None without a draft, or if the draft has no cache."""
+    """None if the draft has no cache."""
 
     def map(self, function: Callable[..., KVCache], *other_caches: "Caches") -> "Caches":
-        """Applies a function to both caches."""
-        target = function(self.target, *(other.target for other in other_caches))
-        if self.draft is None:
-            return Caches(target=target, draft=None)
-        return Caches(
-            target=target, draft=function(self.draft, *(other.draft for other in other_caches))
+        """Applies a function to each cache."""
+        # A missing cache is an empty tree.
+        return jax.tree.map(
+            function, self, *other_caches, is_leaf=lambda node: isinstance(node, KVCache)
         )
 
     def with_table(self, table: Int[Array, "B N"]) -> "Caches":
@@ -117,8 +116,8 @@ class DecodeState(Tree):
     acceptance: AcceptanceEstimate
     """Acceptance of the draft, with a first axis of one. Constant if all rounds have one draft
     length."""
-    stop_state: Int[Array, " R"] | None
-    """Stop-string automaton state of each row. None without stop strings."""
+    stop_state: Int[Array, " R"]
+    """Stop-string automaton state of each row. Constant without stop strings."""
 
 
 def slot_count(state: DecodeState) -> int:

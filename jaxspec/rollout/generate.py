@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Key
@@ -34,7 +33,7 @@ from jaxspec.state import Drafter, Prompts, PyTree, Rollout
 def advance(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     state: DecodeState,
     max_rounds: Int[Array, ""] | int,
     settings: Settings,
@@ -59,24 +58,21 @@ def advance(
     # Without eviction there is only the text of the prompts, which is read once.
     if not may_evict and not is_prefilled:
         state = read_texts(state)
-    if loops.needs_pause is None:
-        return run_loops(loops, loops.fill_slots(state), tail)
 
     # Prompts are read before slots copy their pages. A row that is admitted with unread text stops
     # the rounds at once, and the next iteration reads it.
     def fill_and_run(state: DecodeState) -> DecodeState:
         return run_loops(loops, loops.fill_slots(read_texts(state) if may_evict else state), tail)
 
-    with jax.named_scope("of_loops"):
-        return lax.while_loop(
-            lambda state: has_unfinished_rows(state, 0, round_limit), fill_and_run, state
-        )
+    return loops.repeat(
+        lambda state: has_unfinished_rows(state, 0, round_limit), fill_and_run, state
+    )
 
 
 def begin(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     prompts: Prompts,
     first_prompt: Int[Array, ""],
     key: Key[Array, ""],
@@ -98,7 +94,7 @@ def collect(state: DecodeState) -> Rollout:
 def generate_sharded(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     prompts: Prompts,
     key: Key[Array, ""],
     settings: Settings,
@@ -133,7 +129,7 @@ def generate_sharded(
 def begin_sharded(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     prompts: Prompts,
     key: Key[Array, ""],
     settings: Settings,
@@ -172,7 +168,7 @@ def begin_sharded(
 def advance_sharded(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     state: DecodeState,
     max_rounds: Int[Array, ""],
     settings: Settings,

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int, Key, Num
+from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.drafts import draft_temperature, schedule
-from jaxspec.drafts.base import Draft
+from jaxspec.drafts.base import PLAIN, Draft
 from jaxspec.inputs.streams import stream_key
 from jaxspec.kernels.order import needs_ordering, order_after, signal_all_ready, signal_ready
 from jaxspec.mesh import (
@@ -25,6 +25,7 @@ from jaxspec.mesh import (
     has_accelerators,
     row_shard_count,
 )
+from jaxspec.metrics.mean import Mean, Metrics
 from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.weight_layout import (
     WeightLayout,
@@ -70,8 +71,8 @@ class Generator:
 
     mesh: Mesh
     settings: Settings
-    draft: Draft | None
-    """None for plain decoding."""
+    draft: Draft
+    """`PLAIN` for plain decoding."""
     dtype: str
     """Type of weights, keys and values."""
     seed: int
@@ -139,7 +140,7 @@ class Generator:
 
     def without_draft(self) -> "Generator":
         """Returns this generator without a draft, for plain decoding."""
-        return dataclasses.replace(self, draft=None, settings=self.settings._replace(lengths=()))
+        return dataclasses.replace(self, draft=PLAIN, settings=self.settings._replace(lengths=()))
 
     # ---- properties and state
 
@@ -158,12 +159,12 @@ class Generator:
     @property
     def draft_length(self) -> int:
         """Maximum number of draft tokens per round (K), 0 for plain decoding."""
-        return self.draft.max_length if self.draft else 0
+        return self.draft.max_length
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Layer boundaries whose residual stream the draft reads."""
-        return self.draft.taps if self.draft else ()
+        return self.draft.taps
 
     @property
     def row_length(self) -> int:
@@ -295,9 +296,7 @@ class Generator:
             version=jnp.zeros_like(state.rollout.version) + weights.version
         )
 
-    def measure_rollout(
-        self, rollout: Rollout, weights: RolloutWeights
-    ) -> dict[str, Num[Array, ""]]:
+    def measure_rollout(self, rollout: Rollout, weights: RolloutWeights) -> Metrics:
         """Returns metrics of the generated rows: lengths, endings and acceptance."""
         # Padding is idle, and so are all rows in the last call of a run.
         has_run, has_ended = rollout.status != IDLE, rollout.status == EOS
@@ -306,16 +305,17 @@ class Generator:
         tokens = jnp.sum(jnp.where(has_run, lengths, 0))
         ended_count = jnp.sum(has_ended)
         ended_length = jnp.sum(jnp.where(has_ended, lengths, 0)) / jnp.maximum(ended_count, 1)
-        # `nanmin` and `nanmax` skip the idle rows.
-        run_lengths = jnp.where(has_run, lengths.astype(jnp.float32), jnp.nan)
+        # Idle rows must be neither the shortest nor the longest.
+        shortest = jnp.min(jnp.where(has_run, lengths, self.row_length))
+        longest = jnp.max(jnp.where(has_run, lengths, 0))
+        has_rows = jnp.any(has_run)
         return {
             "rollout/tokens": tokens,
             "rollout/rounds": jnp.sum(rollout.statistics.rounds) / rows,
             "rollout/length_mean": tokens / rows,
-            "rollout/length_min": jnp.nanmin(run_lengths),
-            "rollout/length_max": jnp.nanmax(run_lengths),
-            # There is no mean without a row that ended.
-            "rollout/length_ended": jnp.where(ended_count > 0, ended_length, jnp.nan),
+            "rollout/length_min": Mean.from_value(shortest, has_rows),
+            "rollout/length_max": Mean.from_value(longest, has_rows),
+            "rollout/length_ended": Mean.from_value(ended_length, ended_count > 0),
             "rollout/prompt_length": jnp.sum(jnp.where(has_run, rollout.prompt_lengths, 0)) / rows,
             **acceptance_metrics(
                 rollout.statistics, tokens, weights.drafter.factor_index, self.settings.grid

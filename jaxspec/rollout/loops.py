@@ -30,6 +30,8 @@ from jaxspec.state import RUNNING, Drafter
 
 Condition = Callable[[DecodeState], Bool[Array, ""]]
 """Returns whether a loop continues."""
+Body = Callable[[DecodeState], DecodeState]
+"""Returns the state after one iteration of a loop."""
 
 
 class Loops(NamedTuple):
@@ -39,25 +41,20 @@ class Loops(NamedTuple):
     """(state, condition, loop index) -> state after rounds while the condition holds."""
     fill_slots: Callable[[DecodeState], DecodeState]
     """Gives slots and pages to rows."""
-    needs_pause: Condition | None
-    """Whether rounds must stop for `fill_slots`, or to read text.
+    should_continue: Callable[[DecodeState, int], Bool[Array, ""]]
+    """(state, row threshold) -> whether to run another round, of more rows than the threshold.
 
-    None if each round fills the slots itself.
+    With pages, rounds also stop for `fill_slots` and to read text.
     """
-    round_limit: Int[Array, ""]
-    """Round number at which all loops end."""
+    repeat: Callable[[Condition, Body, DecodeState], DecodeState]
+    """(condition, body, state) -> state after all runs of a body that rounds may stop."""
     group_size: int
-
-    def should_continue(self, state: DecodeState, row_threshold: int) -> Bool[Array, ""]:
-        """Returns whether to run another round, of more than `row_threshold` rows."""
-        has_rows = has_unfinished_rows(state, row_threshold, self.round_limit)
-        return has_rows if self.needs_pause is None else has_rows & ~self.needs_pause(state)
 
 
 def build_loops(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     settings: Settings,
     round_limit: Int[Array, ""],
     may_evict: bool,
@@ -67,7 +64,7 @@ def build_loops(
     `may_evict` says whether pages can run out.
     """
     # Pages are reserved for the longest block, since the next length is not known yet.
-    refill_arguments = settings.group_size, (draft.max_length if draft else 0) + 1, may_evict
+    refill_arguments = settings.group_size, draft.max_length + 1, may_evict
 
     @jax.named_scope("refill")
     def fill_slots(state: DecodeState) -> DecodeState:
@@ -90,28 +87,60 @@ def build_loops(
     is_paged = settings.page_size > 0
     after_round = extend_slots if is_paged else fill_slots
 
+    run_rounds = _build_rounds(target, drafter, draft, settings, after_round)
+
+    def has_rows(state: DecodeState, row_threshold: int) -> Bool[Array, ""]:
+        return has_unfinished_rows(state, row_threshold, round_limit)
+
+    def has_rows_without_pause(state: DecodeState, row_threshold: int) -> Bool[Array, ""]:
+        return has_rows(state, row_threshold) & ~needs_pause(state)
+
+    if is_paged:
+        return Loops(
+            run_rounds, fill_slots, has_rows_without_pause, _repeat_while, settings.group_size
+        )
+    return Loops(run_rounds, fill_slots, has_rows, _run_once, settings.group_size)
+
+
+def _build_rounds(
+    target: Decoder, drafter: Drafter, draft: Draft, settings: Settings, after_round: Body
+) -> Callable[[DecodeState, Condition, int], DecodeState]:
+    """Builds `Loops.run_rounds`. `after_round` runs after each round."""
+
     def run_one_round(state: DecodeState, length: int) -> DecodeState:
         return after_round(run_round(target, drafter, draft, state, settings, length))
+
+    lengths = length_chooser.lengths_of_rounds(drafter.chooser, settings.lengths, draft.max_length)
 
     # `compiled/counts.py` finds the loop by its scope.
     @jax.named_scope("rounds")
     def run_rounds(state: DecodeState, should_continue: Condition, loop: int) -> DecodeState:
-        if not settings.lengths:
-            length = draft.max_length if draft else 0
-            return lax.while_loop(
-                should_continue, lambda state: run_one_round(state, length), state
-            )
-        return _run_chosen_lengths(
-            run_one_round,
-            lambda state: _choose_next_length(drafter, state, settings, loop),
-            should_continue,
-            state,
-            settings.lengths,
-        )
+        match lengths:
+            case length_chooser.FixedLength(length):
+                return lax.while_loop(
+                    should_continue, lambda state: run_one_round(state, length), state
+                )
+            case length_chooser.ChosenLengths() as chosen:
+                return _run_chosen_lengths(
+                    run_one_round,
+                    lambda state: _choose_next_length(chosen, state, loop),
+                    should_continue,
+                    state,
+                    chosen.lengths,
+                )
 
-    return Loops(
-        run_rounds, fill_slots, needs_pause if is_paged else None, round_limit, settings.group_size
-    )
+    return run_rounds
+
+
+@jax.named_scope("of_loops")
+def _repeat_while(condition: Condition, body: Body, state: DecodeState) -> DecodeState:
+    """Runs a body while the condition holds."""
+    return lax.while_loop(condition, body, state)
+
+
+def _run_once(condition: Condition, body: Body, state: DecodeState) -> DecodeState:
+    """Runs a body that nothing stops before its end."""
+    return body(state)
 
 
 def has_unfinished_rows(
@@ -141,11 +170,8 @@ def run_loops(
         return slots.scatter_slots(state, compact, order, loops.group_size)
 
     with jax.named_scope("tail"):
-        if loops.needs_pause is None:
-            return run_compact(state)
-        # If slots must be refilled first, this loop does not run, and nothing is moved.
-        with jax.named_scope("of_loops"):
-            return lax.while_loop(lambda state: loops.should_continue(state, 0), run_compact, state)
+        # If slots must be refilled first, it does not run, and nothing is moved.
+        return loops.repeat(lambda state: loops.should_continue(state, 0), run_compact, state)
 
 
 def _run_chosen_lengths(
@@ -190,10 +216,10 @@ def _run_chosen_lengths(
 
 
 def _choose_next_length(
-    drafter: Drafter, state: DecodeState, settings: Settings, loop: int
+    chosen: length_chooser.ChosenLengths, state: DecodeState, loop: int
 ) -> length_chooser.LengthChoice:
     """Returns the draft length of the next round."""
-    assert drafter.chooser is not None, "lengths are chosen by a cost table"
+    round_cost = chosen.chooser.round_cost
     lengths = gather_rows(state.rollout.lengths, rows_of_slots(state))
     # Attention reads the caches of all slots up to the longest row. Expert members must agree on
     # the length.
@@ -201,12 +227,10 @@ def _choose_next_length(
     bucket_ends = length_chooser.context_buckets(state.rollout.tokens.shape[1])
     context_index = jnp.minimum(
         jnp.sum(jnp.asarray(bucket_ends, jnp.int32) < longest, dtype=jnp.int32),
-        drafter.chooser.round_cost.shape[2] - 1,
+        round_cost.shape[2] - 1,
     )
     # The table has a limited number of loops. Later ones cost as much as its last.
-    cost = drafter.chooser.round_cost[
-        :, min(loop, drafter.chooser.round_cost.shape[1] - 1), context_index
-    ]
+    cost = round_cost[:, min(loop, round_cost.shape[1] - 1), context_index]
     return length_chooser.choose_length(
-        jax.tree.map(lambda leaf: leaf[0], state.acceptance), cost, settings.lengths
+        jax.tree.map(lambda leaf: leaf[0], state.acceptance), cost, chosen.lengths
     )

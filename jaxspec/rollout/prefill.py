@@ -4,7 +4,7 @@ It has the rows, their slots or places in the queue, and the prompts. A prompt i
 rows of its group.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,13 @@ from jaxspec.models.paged import empty_pages
 from jaxspec.rollout.append import PassSize, Texts, append_texts, read_texts
 from jaxspec.rollout.decode_state import Caches, DecodeState, PromptState, Queue
 from jaxspec.rollout.feedback import acceptance
+from jaxspec.rollout.feedback.length_chooser import lengths_of_rounds
 from jaxspec.rollout.pages import Pages, allocate_pages, init_pages, max_pool_size, min_pool_size
-from jaxspec.rollout.round import uses_matching
 from jaxspec.rollout.settings import Settings
 from jaxspec.state import (
     IDLE,
     PROMPT,
     RUNNING,
-    AcceptanceEstimate,
     Drafter,
     Prompts,
     PyTree,
@@ -61,7 +60,7 @@ def choose_pass_size(
 def prepare_state(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     prompts: Prompts,
     first_prompt: Int[Array, ""],
     key: Key[Array, ""],
@@ -74,7 +73,7 @@ def prepare_state(
     Args:
       target: the policy in the rollout layout.
       drafter: the draft's weights and temperatures.
-      draft: functions of the draft, or None for plain decoding.
+      draft: functions of the draft.
       prompts: prompts of this shard.
       first_prompt: index of this shard's first prompt among all prompts of the call.
       key: noise key of the call.
@@ -83,50 +82,13 @@ def prepare_state(
     Raises:
       ValueError: if the pool has too few pages for the prompts and the longest row.
     """
-    count, prompt_width = prompts.tokens.shape
-    group, length = settings.group_size, draft.max_length if draft else 0
-    row_length = prompt_width + settings.max_new_tokens
-    # Headroom: a block may reach K positions beyond the last committed token.
-    capacity = row_length + length
-    # Keys depend on a row's number in the whole batch, so that results do not depend on the mesh.
-    numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
-        group, dtype=jnp.int32
-    )
-    lengths = jnp.repeat(prompts.lengths, group)
-    inside = jnp.arange(prompt_width, dtype=jnp.int32) < prompts.lengths[:, None]
-    tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
     # At least float32, also for weights of 16 bits.
     accum_dtype = np.promote_types(target.embedding[...].dtype, np.float32)
-    rollout = Rollout(
-        tokens=jnp.repeat(tokens, group, axis=0),
-        prompt_lengths=lengths,
-        lengths=lengths,
-        logprobs=jnp.zeros((count * group, row_length), accum_dtype),
-        origin=jnp.full((count * group, row_length), PROMPT, jnp.int8),
-        status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
-        version=jnp.zeros_like(lengths),
-        statistics=acceptance.init_statistics(
-            count * group, group, length, len(settings.grid), accum_dtype
-        ),
-    )
-    keys = sampling.row_keys(
-        key,
-        numbers.reshape(-1),
-        sampling.TARGET_STREAM if uses_matching(draft, settings) else sampling.ROUND_STREAM,
-    )
-    # More slots than rows would stay empty.
-    slot_total = min(settings.slots or count * group, count * group)
-    rows_wait = slot_total < count * group or settings.page_size > 0
-    prompt_state = _empty_prompt_state(target, drafter, draft, prompts, group)
-    # Each slot starts from a copy of its prompt's contiguous cache, so prompts are read first.
-    if not settings.page_size:
-        with jax.named_scope("prefill"):
-            prompt_state = _read_prompts(target, drafter, draft, prompts, prompt_state, settings)
-    initial = (
-        _queue_all_rows(prompt_state, prompts, slot_total, capacity, settings)
-        if rows_wait
-        else _assign_all_slots(prompt_state, group, capacity, settings.chunk)
-    )
+    rollout = _init_rollout(prompts, draft.max_length, accum_dtype, settings)
+    keys = _make_row_keys(draft, len(prompts.lengths), first_prompt, key, settings)
+    initial = _init_slots(target, drafter, draft, prompts, settings)
+    rows_wait = len(initial.prompts.first_row) > 0
+    lengths = lengths_of_rounds(drafter.chooser, settings.lengths, draft.max_length)
     return DecodeState(
         rollout=rollout,
         row=initial.row,
@@ -136,7 +98,7 @@ def prepare_state(
         round=jnp.zeros((1,), jnp.int32),
         queue=Queue(
             waiting=(rollout.status == RUNNING) & rows_wait,
-            admission_order=jnp.arange(count * group, dtype=jnp.int32),
+            admission_order=jnp.arange(len(rollout.status), dtype=jnp.int32),
             prompts=initial.prompts,
         ),
         pages=initial.pages,
@@ -145,10 +107,45 @@ def prepare_state(
             (len(initial.row), 0),
         ),
         admission_index=jnp.zeros_like(initial.row),
-        acceptance=_initial_estimate(drafter, length, settings),
+        acceptance=lengths.init_estimate(),
         # Stop strings do not start in the prompt.
-        stop_state=jnp.zeros_like(lengths) if settings.stop else None,
+        stop_state=jnp.zeros_like(rollout.lengths),
     )
+
+
+def _init_rollout(prompts: Prompts, draft_length: int, dtype: Any, settings: Settings) -> Rollout:
+    """Creates the rows, with prompts only."""
+    count, prompt_width = prompts.tokens.shape
+    group = settings.group_size
+    row_count, row_length = count * group, prompt_width + settings.max_new_tokens
+    lengths = jnp.repeat(prompts.lengths, group)
+    inside = jnp.arange(prompt_width, dtype=jnp.int32) < prompts.lengths[:, None]
+    tokens = jnp.pad(jnp.where(inside, prompts.tokens, 0), ((0, 0), (0, settings.max_new_tokens)))
+    return Rollout(
+        tokens=jnp.repeat(tokens, group, axis=0),
+        prompt_lengths=lengths,
+        lengths=lengths,
+        logprobs=jnp.zeros((row_count, row_length), dtype),
+        origin=jnp.full((row_count, row_length), PROMPT, jnp.int8),
+        status=jnp.where(jnp.repeat(prompts.live, group), RUNNING, IDLE).astype(jnp.int32),
+        version=jnp.zeros_like(lengths),
+        statistics=acceptance.init_statistics(
+            row_count, group, draft_length, len(settings.grid), dtype
+        ),
+    )
+
+
+def _make_row_keys(
+    draft: Draft, count: int, first_prompt: Int[Array, ""], key: Key[Array, ""], settings: Settings
+) -> Key[Array, " R"]:
+    """Derives the noise key of each row."""
+    # Keys depend on a row's number in the whole batch, so that results do not depend on the mesh.
+    group = settings.group_size
+    numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
+        group, dtype=jnp.int32
+    )
+    mode = settings.mode.for_draft(draft, settings.grid)
+    return sampling.row_keys(key, numbers.reshape(-1), mode.stream)
 
 
 class _InitialState(NamedTuple):
@@ -159,6 +156,26 @@ class _InitialState(NamedTuple):
     draft: PyTree
     prompts: PromptState
     pages: Pages
+
+
+def _init_slots(
+    target: Decoder, drafter: Drafter, draft: Draft, prompts: Prompts, settings: Settings
+) -> _InitialState:
+    """Creates the slots, after reading prompts of contiguous caches."""
+    count, prompt_width = prompts.tokens.shape
+    group, row_count = settings.group_size, count * settings.group_size
+    # Headroom: a block may reach K positions beyond the last committed token.
+    capacity = prompt_width + settings.max_new_tokens + draft.max_length
+    # More slots than rows would stay empty.
+    slot_total = min(settings.slots or row_count, row_count)
+    prompt_state = _empty_prompt_state(target, drafter, draft, prompts, group)
+    # Each slot starts from a copy of its prompt's contiguous cache, so prompts are read first.
+    if not settings.page_size:
+        with jax.named_scope("prefill"):
+            prompt_state = _read_prompts(target, drafter, draft, prompts, prompt_state, settings)
+    if slot_total < row_count or settings.page_size:
+        return _queue_all_rows(prompt_state, prompts, slot_total, capacity, settings)
+    return _assign_all_slots(prompt_state, group, capacity, settings.chunk)
 
 
 def _assign_all_slots(
@@ -233,20 +250,6 @@ def _drop_rows(caches: Caches) -> Caches:
     return caches.map(lambda cache: cache.layout.take_rows(cache, jnp.zeros((0,), jnp.int32)))
 
 
-def _initial_estimate(drafter: Drafter, length: int, settings: Settings) -> AcceptanceEstimate:
-    """Returns the estimate that lengths are chosen by.
-
-    It is zero if all rounds have one draft length.
-    """
-    if not settings.lengths:
-        zeros = jnp.zeros((1, length), jnp.float32)
-        return AcceptanceEstimate(
-            reached=zeros, accepted=zeros, seconds_to_lose=jnp.zeros((1,), jnp.float32)
-        )
-    assert drafter.chooser is not None, "lengths are chosen by an estimate"
-    return jax.tree.map(lambda leaf: leaf[None], drafter.chooser.acceptance)
-
-
 def _count_unread(prompts: Prompts) -> Int[Array, " n"]:
     """Returns the number of positions to read of each prompt."""
     # The first round reads the last token.
@@ -254,17 +257,16 @@ def _count_unread(prompts: Prompts) -> Int[Array, " n"]:
 
 
 def _empty_prompt_state(
-    target: Decoder, drafter: Drafter, draft: Draft | None, prompts: Prompts, group: int
+    target: Decoder, drafter: Drafter, draft: Draft, prompts: Prompts, group: int
 ) -> PromptState:
     """Creates the state of prompts before they are read."""
     shape = prompts.tokens.shape
     first_row = jnp.arange(shape[0], dtype=jnp.int32) * group
-    caches = Caches(target=target.empty_cache(*shape), draft=None)
-    if draft is None:
-        return PromptState(first_row=first_row, caches=caches, draft=None)
     return PromptState(
         first_row=first_row,
-        caches=caches.replace(draft=draft.empty_cache(drafter.network, *shape)),
+        caches=Caches(
+            target=target.empty_cache(*shape), draft=draft.empty_cache(drafter.network, *shape)
+        ),
         draft=draft.init_state(drafter.network, target, prompts),
     )
 
@@ -272,7 +274,7 @@ def _empty_prompt_state(
 def _read_prompts(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     prompts: Prompts,
     prompt_state: PromptState,
     settings: Settings,
@@ -289,7 +291,7 @@ def _read_prompts(
 
 
 def append_unread_texts(
-    target: Decoder, drafter: Drafter, draft: Draft | None, state: DecodeState, settings: Settings
+    target: Decoder, drafter: Drafter, draft: Draft, state: DecodeState, settings: Settings
 ) -> DecodeState:
     """Reads all unread text of paged caches."""
     # `prepare_state` has read prompts of contiguous caches, whose rows are never evicted.

@@ -1,16 +1,24 @@
 """One round of all slots: draft, verify, commit."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec import sampling
-from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import (
+    Committed,
+    Context,
+    Draft,
+    Proposal,
+    Sampler,
+    block_positions,
+    empty_proposal,
+)
 from jaxspec.mesh import sum_over_experts
-from jaxspec.models.decoder import Decoder, DecoderOutput
-from jaxspec.rollout.commit import commit_block
+from jaxspec.models.cache import KVCache
+from jaxspec.models.decoder import Decoder
+from jaxspec.rollout.commit import BlockCommit, commit_block
 from jaxspec.rollout.decode_state import (
     Caches,
     DecodeState,
@@ -24,24 +32,70 @@ from jaxspec.rollout.decode_state import (
 )
 from jaxspec.rollout.feedback import acceptance
 from jaxspec.rollout.settings import Settings
-from jaxspec.rollout.verification.block import Block
-from jaxspec.rollout.verify import count_leading, match_rule
-from jaxspec.state import RUNNING, AcceptanceEstimate, Drafter, Statistics
+from jaxspec.rollout.verification.block import Block, BlockComparison
+from jaxspec.rollout.verification.modes import RoundNoise
+from jaxspec.rollout.verify import Verdict, count_leading
+from jaxspec.state import RUNNING, AcceptanceEstimate, Drafter, PyTree, Statistics
+
+
+class _MeasuredSlots(NamedTuple):
+    """Slots in which draft temperatures are compared.
+
+    They have the first row of each group.
+    """
+
+    slots: slice | Int[Array, " m"]
+    # Counts of a group number beyond the last group are dropped.
+    groups: slice | Int[Array, " m"]
+    """Group of each of these slots, or the number of groups if it has another row."""
 
 
 class _RoundStart(NamedTuple):
     """State of the slots' rows before a round."""
 
+    context: Context
     running: Bool[Array, " B"]
     """Whether the slot has a row that has not ended."""
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
+    measured: _MeasuredSlots
+
+    def response_positions(self, count: int) -> Int[Array, "B T"]:
+        """Returns response positions of the next `count` tokens of each slot."""
+        return block_positions(self.lengths - self.prompt_lengths, count)
+
+
+class _Drafted(NamedTuple):
+    """Draft after its proposal."""
+
+    state: PyTree
+    cache: KVCache | None
+    proposal: Proposal
+
+
+class TargetPass(NamedTuple):
+    """Outputs of a pass of the target."""
+
+    hidden: Float[Array, "B T D"]
+    """Input of `Decoder.logits`."""
+    features: Float[Array, "B T C"]
+    """Features that a draft reads: aux or final hidden states."""
+    cache: KVCache
+
+
+class _Verified(NamedTuple):
+    """Block after verification."""
+
+    positions: Int[Array, "B K1"]
+    target_pass: TargetPass
+    comparison: BlockComparison
+    verdict: Verdict
 
 
 def run_round(
     target: Decoder,
     drafter: Drafter,
-    draft: Draft | None,
+    draft: Draft,
     state: DecodeState,
     settings: Settings,
     length: int,
@@ -50,111 +104,43 @@ def run_round(
 
     Slots without a running row do not change.
     """
-    rollout, rows, round_start = state.rollout, rows_of_slots(state), _read_round_start(state)
-    is_matched, selection = (
-        uses_matching(draft, settings),
-        _choose_measured_slots(state, settings.group_size),
-    )
-    noise = _draw_noise(
-        gather_rows(state.keys, rows),
+    round_start = _read_round_start(state, settings.group_size)
+    noise = settings.mode.for_draft(draft, settings.grid).draw_noise(
+        gather_rows(state.keys, rows_of_slots(state)),
         round_start.lengths,
         length,
         target.config.vocab,
-        rollout.logprobs.dtype,
-        is_matched,
-        settings,
+        state.rollout.logprobs.dtype,
     )
-    context = Context(
-        rollout.tokens,
-        # A length of 0 marks a slot without a running row.
-        jnp.where(round_start.running, round_start.lengths, 0),
-        rows,
-        rollout.lengths,
-    )
-    caches = state.caches.with_table(state.pages.table[: slot_count(state)])
-    draft_state, draft_cache = state.draft, caches.draft
-    proposal = Proposal(
-        jnp.zeros((len(round_start.lengths), 0), jnp.int32),
-        None,
-        jnp.zeros_like(round_start.lengths),
-    )
-    if draft is not None:
-        with jax.named_scope("draft"):
-            draft_inputs = drafter.network, target, draft_state, draft_cache, context
-            if length:
-                draft_state, draft_cache, proposal = draft.propose(
-                    *draft_inputs,
-                    _make_sampler(
-                        round_start, length, drafter, target.config.vocab, settings, noise
-                    ),
-                    length,
-                )
-            else:
-                # The draft reads the text of plain rounds too, so that it has no gap later.
-                draft_state, draft_cache = draft.catch_up(*draft_inputs)
+    state = state.replace(caches=state.caches.with_table(state.pages.table[: slot_count(state)]))
+    with jax.named_scope("draft"):
+        sample = _make_sampler(drafter, settings, target.config.vocab, length, round_start, noise)
+        drafted = _draft_tokens(target, drafter, draft, state, round_start.context, sample, length)
+    proposal = drafted.proposal
     with jax.named_scope("verify"):
-        # The block starts with the last committed token, which the target has not read yet.
-        positions = block_positions(round_start.lengths - 1, length + 1)
-        tokens = jnp.concatenate(
-            [context.tokens_at(round_start.lengths[:, None] - 1), proposal.tokens], axis=1
+        verified = _verify_block(
+            target, drafter, draft, proposal, state.caches.target, settings, round_start, noise
         )
-        forward = target(tokens, positions, caches.target, draft.taps if draft else ())
-        assert forward.cache is not None, "a decoder with a cache returns it"
-        logits = target.logits(forward.hidden)
-        response_positions = _response_positions(round_start, length + 1)
-        # Drafts that are matched with target samples were not drawn from their logits.
-        as_point_masses = is_matched and settings.rule is not None
-        comparison = settings.verification.compare_block(
-            Block(
-                logits,
-                proposal._replace(logits=None) if as_point_masses else proposal,
-                response_positions,
-                settings.processing,
-                _temperature_factors(drafter, settings, length),
-                settings.grid,
-                selection.slots,
-            )
-        )
-        # Nothing can be verified from the first position on where the target is not finite.
-        draft_counts = jnp.minimum(proposal.lengths, count_leading(comparison.finite[:, :length]))
-        if noise.shared is not None:
-            verdict = match_rule(
-                comparison.distributions, proposal.tokens, draft_counts, noise.shared
-            )
-        else:
-            assert settings.rule is not None and noise.next is not None, "rules need noise"  # noqa: PT018
-            verdict = settings.rule(
-                comparison.distributions, proposal.tokens, draft_counts, noise.coins, noise.next
-            )
     with jax.named_scope("commit"):
-        committed = commit_block(state, verdict, proposal, comparison, settings)
-        counts = acceptance.count_round(
-            round_start.running,
-            verdict,
-            proposal.lengths,
-            comparison.draft_overlap,
-            comparison.entropy,
+        committed = commit_block(state, verified.verdict, proposal, verified.comparison, settings)
+        counts = _count_round(
+            state, round_start, proposal, verified, committed, settings.max_new_tokens
+        )
+        counts = _pad_depths(counts, draft.max_length)
+        draft_commit = Committed(
+            committed.tokens,
+            verified.target_pass.features,
+            verified.positions,
             committed.token_counts,
-            selection.slots,
-            acceptance.QUARTERS * response_positions[:, 0] // settings.max_new_tokens,
         )
-        rollout = committed.rollout
-        has_ended = round_start.running & (gather_rows(rollout.status, rows) != RUNNING)
-        counts = _pad_depths(
-            counts.replace(end_round=jnp.where(has_ended, state.round + 1, 0)),
-            draft.max_length if draft else 0,
-        )
-        if draft is not None:
-            draft_commit = Committed(
-                committed.tokens, draft_features(forward), positions, committed.token_counts
-            )
-            draft_state = draft.commit(draft_state, draft_commit)
+        draft_state = draft.commit(drafted.state, draft_commit)
+    statistics = _add_statistics(
+        committed.rollout.statistics, counts, rows_of_slots(state), round_start.measured.groups
+    )
     return state.replace(
-        rollout=rollout.replace(
-            statistics=_add_statistics(rollout.statistics, counts, rows, selection.groups)
-        ),
+        rollout=committed.rollout.replace(statistics=statistics),
         stop_state=committed.stop_state,
-        caches=Caches(target=forward.cache, draft=draft_cache).without_table(),
+        caches=Caches(target=verified.target_pass.cache, draft=drafted.cache).without_table(),
         draft=draft_state,
         round=state.round + 1,
         acceptance=_update_estimate(state.acceptance, counts)
@@ -163,91 +149,108 @@ def run_round(
     )
 
 
-def _read_round_start(state: DecodeState) -> _RoundStart:
-    rollout, rows = state.rollout, rows_of_slots(state)
+def _read_round_start(state: DecodeState, group_size: int) -> _RoundStart:
+    rollout, rows, running = state.rollout, rows_of_slots(state), active_slots(state)
+    lengths = gather_rows(rollout.lengths, rows)
     return _RoundStart(
-        running=active_slots(state),
-        lengths=gather_rows(rollout.lengths, rows),
-        prompt_lengths=gather_rows(rollout.prompt_lengths, rows),
+        # A length of 0 marks a slot without a running row.
+        Context(rollout.tokens, jnp.where(running, lengths, 0), rows, rollout.lengths),
+        running,
+        lengths,
+        gather_rows(rollout.prompt_lengths, rows),
+        _choose_measured_slots(state, group_size),
     )
 
 
-def draft_features(forward: DecoderOutput) -> Float[Array, "B T C"]:
-    """Returns the features that a draft reads: aux or final hidden states."""
-    return forward.hidden if forward.taps is None else forward.taps
-
-
-def _response_positions(round_start: _RoundStart, count: int) -> Int[Array, "B T"]:
-    """Returns response positions of the next `count` tokens of each slot."""
-    return block_positions(round_start.lengths - round_start.prompt_lengths, count)
-
-
-def uses_matching(draft: Draft | None, settings: Settings) -> bool:
-    """Returns whether drafts are matched with tokens that the target samples.
-
-    This holds in coupled mode, and if no draft is drawn at random.
-    """
-    # With a grid of (0,), drafts are the argmax.
-    return (
-        settings.rule is None or draft is None or not draft.is_stochastic or settings.grid == (0.0,)
-    )
-
-
-class _RoundNoise(NamedTuple):
-    """Noise of a round."""
-
-    shared: sampling.Noise | None
-    """Noise of the target's samples, which drafts are matched with. None for the other rules."""
-    draft: sampling.Noise | None
-    """Noise of each draft."""
-    coins: Float[Array, "B K"] | None
-    """Acceptance coins."""
-    next: sampling.Noise | None
-    """Noise of the token after the cut."""
-
-
-def _draw_noise(
-    keys: Key[Array, " B"],
-    lengths: Int[Array, " B"],
+def _draft_tokens(
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft,
+    state: DecodeState,
+    context: Context,
+    sample: Sampler,
     length: int,
-    vocab: int,
-    dtype: Any,
-    is_matched: bool,
-    settings: Settings,
-) -> _RoundNoise:
-    """Draws the noise of a round.
+) -> _Drafted:
+    """Drafts `length` tokens for each slot."""
+    draft_inputs = drafter.network, target, state.draft, state.caches.draft, context
+    # The draft reads the text of plain rounds too, so that it has no gap later.
+    if not length:
+        return _Drafted(*draft.catch_up(*draft_inputs), empty_proposal(context))
+    return _Drafted(*draft.propose(*draft_inputs, sample, length))
 
-    Noise of matched tokens is keyed by absolute position. All other noise is keyed by the committed
-    length at the start of the round.
-    """
-    # Coupled mode: draft and target share noise. A token beyond the cut gets the same noise in the
-    # next round, so tokens do not depend on where rounds cut.
-    if settings.rule is None:
-        gumbel = sampling.gumbel_noise(
-            sampling.position_keys(keys, lengths, length + 1), vocab, dtype
+
+def run_target(
+    target: Decoder,
+    draft: Draft,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+) -> TargetPass:
+    """Runs the target on a block, with the features of a draft."""
+    forward = target(tokens, positions, cache, draft.taps)
+    assert forward.cache is not None, "a decoder with a cache returns it"
+    features = forward.hidden if forward.taps is None else forward.taps
+    return TargetPass(forward.hidden, features, forward.cache)
+
+
+def _verify_block(
+    target: Decoder,
+    drafter: Drafter,
+    draft: Draft,
+    proposal: Proposal,
+    cache: KVCache,
+    settings: Settings,
+    round_start: _RoundStart,
+    noise: RoundNoise,
+) -> _Verified:
+    """Runs the target on the drafts, and chooses those to keep."""
+    length = proposal.tokens.shape[1]
+    # The block starts with the last committed token, which the target has not read yet.
+    positions = block_positions(round_start.lengths - 1, length + 1)
+    last_tokens = round_start.context.tokens_at(round_start.lengths[:, None] - 1)
+    tokens = jnp.concatenate([last_tokens, proposal.tokens], axis=1)
+    target_pass = run_target(target, draft, tokens, positions, cache)
+    mode = settings.mode.for_draft(draft, settings.grid)
+    comparison = settings.verification.compare_block(
+        Block(
+            target.logits(target_pass.hidden),
+            proposal._replace(logits=None) if mode.has_point_masses else proposal,
+            round_start.response_positions(length + 1),
+            settings.processing,
+            _temperature_factors(drafter, settings, length),
+            settings.grid,
+            round_start.measured.slots,
         )
-        return _RoundNoise(gumbel, gumbel, None, None)
-    levels = sampling.level_count(vocab)
-    # A plain round among rounds with drafts: keyed as they are.
-    if not is_matched and not length:
-        uniforms = sampling.Uniforms(
-            sampling.uniform_numbers(keys, lengths[:, None], levels, dtype)
-        )
-        return _RoundNoise(uniforms, None, None, None)
-    if is_matched:
-        shared = sampling.Uniforms(
-            sampling.uniform_numbers(keys, block_positions(lengths, length + 1), levels, dtype)
-        )
-        return _RoundNoise(shared, shared, None, None)
-    # Rules look at drafts and coins beyond the cut. With keys by position, these would come again
-    # in the next round, which would bias the distribution.
-    numbers = sampling.uniform_numbers(
-        keys, lengths[:, None], length + (length + 1) * levels, dtype
-    )[:, 0]
-    coins, draws = numbers[:, :length], numbers[:, length:].reshape(-1, length + 1, levels)
-    return _RoundNoise(
-        None, sampling.Uniforms(draws[:, :length]), coins, sampling.Uniforms(draws[:, length])
     )
+    # Nothing can be verified from the first position on where the target is not finite.
+    draft_counts = jnp.minimum(proposal.lengths, count_leading(comparison.finite[:, :length]))
+    verdict = noise.verify(comparison.distributions, proposal.tokens, draft_counts)
+    return _Verified(positions, target_pass, comparison, verdict)
+
+
+def _count_round(
+    state: DecodeState,
+    round_start: _RoundStart,
+    proposal: Proposal,
+    verified: _Verified,
+    committed: BlockCommit,
+    max_new_tokens: int,
+) -> Statistics:
+    """Counts the round of each slot."""
+    first_positions = round_start.response_positions(1)[:, 0]
+    counts = acceptance.count_round(
+        round_start.running,
+        verified.verdict,
+        proposal.lengths,
+        verified.comparison.draft_overlap,
+        verified.comparison.entropy,
+        committed.token_counts,
+        round_start.measured.slots,
+        acceptance.QUARTERS * first_positions // max_new_tokens,
+    )
+    status = gather_rows(committed.rollout.status, rows_of_slots(state))
+    has_ended = round_start.running & (status != RUNNING)
+    return counts.replace(end_round=jnp.where(has_ended, state.round + 1, 0))
 
 
 def _temperature_factors(
@@ -262,12 +265,12 @@ def _temperature_factors(
 
 
 def _make_sampler(
-    round_start: _RoundStart,
-    length: int,
     drafter: Drafter,
-    vocab: int,
     settings: Settings,
-    noise: _RoundNoise,
+    vocab: int,
+    length: int,
+    round_start: _RoundStart,
+    noise: RoundNoise,
 ) -> Sampler:
     """Returns the function with which a draft samples its tokens."""
     # These are the factors of `compare_block`: the rules are exact only for drafts from the
@@ -282,7 +285,7 @@ def _make_sampler(
             ids,
             vocab,
             settings.processing,
-            _response_positions(round_start, offset + 1)[:, offset],
+            round_start.response_positions(offset + 1)[:, offset],
             factors[offset] if isinstance(factors, jax.Array) else factors,
             0.0 in settings.grid,
             jax.tree.map(lambda leaf: leaf[:, offset], noise.draft),
@@ -302,18 +305,6 @@ def _pad_depths(counts: Statistics, length: int) -> Statistics:
 
     names = "draft_rounds reached accepted overlap overlap_by_factor draft_entropy"
     return counts.replace(**{name: pad_leaf(getattr(counts, name)) for name in names.split()})
-
-
-class _MeasuredSlots(NamedTuple):
-    """Slots in which draft temperatures are compared.
-
-    They have the first row of each group.
-    """
-
-    slots: slice | Int[Array, " m"]
-    # Counts of a group number beyond the last group are dropped.
-    groups: slice | Int[Array, " m"]
-    """Group of each of these slots, or the number of groups if it has another row."""
 
 
 def _choose_measured_slots(state: DecodeState, group_size: int) -> _MeasuredSlots:

@@ -1,13 +1,12 @@
 """Settings of a rollout."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxspec import sampling
 from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.verification.block import Verification
+from jaxspec.rollout.verification.modes import VerificationMode
 from jaxspec.rollout.verification.plain import PLAIN
-from jaxspec.rollout.verify import Verdict
 
 
 class Settings(NamedTuple):
@@ -19,11 +18,8 @@ class Settings(NamedTuple):
     """Maximum tokens of a response."""
     processing: sampling.Processing
     """Logit processing of the target."""
-    rule: Callable[..., Verdict] | None
-    """Verification rule of sampled drafts: `token_rule` or `block_rule`.
-
-    None is coupled mode, in which draft and target share noise.
-    """
+    mode: VerificationMode
+    """Whether sampled drafts are matched with target samples, or accepted by coins."""
     grid: tuple[float, ...] = (1.0,)
     """Draft temperature factors to measure. (0,) drafts the argmax.
 

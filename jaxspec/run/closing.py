@@ -4,25 +4,33 @@ from pathlib import Path
 
 import jax
 
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host.comparison import compare_decoding
-from jaxspec.host.job import Job
 from jaxspec.host.prompts import PromptSource
+from jaxspec.metrics.files import read_metrics
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.start import describe_random_draft
 from jaxspec.run.state import RunState
-from jaxspec.system import metrics as measures
+from jaxspec.step import Step
 from jaxspec.system.closing_table import (
     build_closing_table,
     describe_missing_batches,
     explain_missing_result,
 )
 from jaxspec.system.progress import Screen
+from jaxspec.system.terminal import LinePrinter
 
 
 def close_run(
-    job: Job, source: PromptSource, run: RunState, workdir: Path, unsaved: str = ""
+    config: ResolvedConfig,
+    step: Step,
+    source: PromptSource,
+    run: RunState,
+    workdir: Path,
+    say: LinePrinter,
+    unsaved: str = "",
 ) -> int:
     """Prints the closing table.
 
@@ -33,9 +41,9 @@ def close_run(
         `unsaved` says.
     """
     summary: dict[str, float] = {}
-    if job.config.compare_plain and job.step.generator.draft is not None:
-        job.say("comparing with plain decoding of the last batch")
-        result = compare_decoding(job.step, run.state, source.place_comparison(run.generated - 1))
+    if config.compare_plain and step.generator.draft_length:
+        say("comparing with plain decoding of the last batch")
+        result = compare_decoding(step, run.state, source.place_comparison(run.generated - 1))
         summary = {
             "rows": result.rows,
             "plain/passes": result.plain_passes,
@@ -50,14 +58,14 @@ def close_run(
         failure = f"the end of the run is not saved, because {unsaved}; {remedy} beyond this end"
     # Only process 0 is sure to see the run's folder.
     if jax.process_index() == 0:
-        records = measures.read_metrics(workdir)
+        records = read_metrics(workdir)
         if gap := describe_missing_batches(records, run.next_batch):
-            job.say(f"warning: {gap}")
-        stall_signs = make_stall_watch(job.config, records).lasting_signs()
+            say(f"warning: {gap}")
+        stall_signs = make_stall_watch(config, records).lasting_signs()
         Screen().print(build_closing_table(records, summary, stall_signs))
         failure = "; ".join(filter(None, (explain_missing_result(records), failure)))
-    if remark := describe_random_draft(job.config):
-        job.say(remark)
+    if remark := describe_random_draft(config):
+        say(remark)
     if broadcast_flag(bool(failure)):
         raise Diverged(failure or "the run ended without a result; process 0 says which")
     return 0

@@ -4,6 +4,7 @@ Source: DAPO, arXiv 2503.14476, section 3.2.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -12,14 +13,15 @@ import jax
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.host.job import Job
+from jaxspec.config.settings import DynamicSamplingConfig
 from jaxspec.host.programs import abstract_scored_rollout, put_like
 from jaxspec.host.scoring import RolloutScorer, ScoringResult, outcome_metric
+from jaxspec.metrics.batch import merge_rollout_metrics
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.state import ScoredRollout
-from jaxspec.system.metrics import merge_rollout_metrics
+from jaxspec.step import Step
 
 
 @dataclasses.dataclass
@@ -37,10 +39,12 @@ class PartialBatch:
 class BatchFiller:
     """Fills batches with groups from several rollouts."""
 
-    def __init__(self, job: Job, scorer: RolloutScorer) -> None:
-        self._job, self._scorer = job, scorer
-        self._prompts = job.config.batch.prompts
-        template = abstract_scored_rollout(job.step, self._prompts).replace(plan=None)
+    def __init__(
+        self, settings: DynamicSamplingConfig, step: Step, prompts: int, scorer: RolloutScorer
+    ) -> None:
+        self._settings, self._prompts, self._scorer = settings, prompts, scorer
+        self._mesh, self._mini_batches = step.learner.mesh, step.mini_batches
+        template = abstract_scored_rollout(step, prompts).replace(plan=None)
         self._layout = jax.tree.map(lambda leaf: leaf.sharding, template)
 
     def empty_batch(self) -> PartialBatch:
@@ -58,7 +62,7 @@ class BatchFiller:
         Raises:
           Diverged: `dynamic_sampling.max_batches` rollouts had no such group. `batch` is unchanged.
         """
-        settings, capacity = self._job.config.dynamic_sampling, self._prompts
+        settings, capacity = self._settings, self._prompts
         groups = np.flatnonzero(scoring.differing_groups)
         rollout_metrics = [*batch.metrics, metrics]
         is_last = len(rollout_metrics) >= settings.max_batches
@@ -93,9 +97,9 @@ class BatchFiller:
         They take places from `first_group` on.
         """
         row_indices = dynamic_sampling.assign_places(
-            groups, first_group, self._prompts, self._job.config.batch.mini_batches
+            groups, first_group, self._prompts, self._mini_batches
         )
-        by_row = meshes.row_sharding(self._job.mesh)
+        by_row = meshes.row_sharding(self._mesh)
         index_layout = jax.ShapeDtypeStruct(row_indices.shape, row_indices.dtype, sharding=by_row)
         return self._fill_rows(
             rows, rollout.replace(plan=None), put_like(row_indices, index_layout)
@@ -104,19 +108,20 @@ class BatchFiller:
     # Compiled on first use, and once for all batches.
     @cached_property
     def _fill_rows(self) -> Callable[[ScoredRollout, ScoredRollout, jax.Array], ScoredRollout]:
-        fill_rows = partial(dynamic_sampling.insert_groups, mesh=self._job.mesh)
+        fill_rows = partial(dynamic_sampling.insert_groups, mesh=self._mesh)
         return jax.jit(fill_rows, donate_argnums=0, out_shardings=self._layout)
 
 
 def _no_group_message(rollout_metrics: list[dict[str, Any]], prompts: int) -> str:
     rollouts, means = len(rollout_metrics), merge_rollout_metrics(rollout_metrics)
     shares = ", ".join(
-        f"{outcome.name.lower()} {means[outcome_metric(outcome)]:.0%}" for outcome in Outcome
+        f"{outcome.name.lower()} {means.get(outcome_metric(outcome), math.nan):.0%}"
+        for outcome in Outcome
     )
     return (
         f"dynamic sampling has found no group whose answers earn different rewards: none of"
         f" {rollouts * prompts} in {rollouts} rollouts, whose mean reward is"
-        f" {means['reward/mean']:.3g}"
+        f" {means.get('reward/mean', math.nan):.3g}"
         f" ({shares}; samples.jsonl has some answers). Near 1 the problems are too easy for this"
         " policy; near 0 they are too hard, or the reward finds no answer. The same command makes"
         " one more rollout; in a new --workdir other problems, a larger --batch.group_size, a"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxspec.config.as_json import to_json
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.evaluation.evaluator import (
     Evaluator,
     PolicyAnswerer,
@@ -33,6 +34,7 @@ from jaxspec.run.state import RunState
 from jaxspec.state import Prompts, PyTree, Rollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import write_text_atomic
+from jaxspec.system.terminal import LinePrinter
 
 
 class StateAnswerer(Protocol):
@@ -86,10 +88,11 @@ class Evaluations:
 
     def __init__(
         self,
-        job: Job,
+        config: ResolvedConfig,
         evaluator: Evaluator,
         bind: Callable[[TrainState], StateAnswerer],
         folder: Path,
+        say: LinePrinter,
     ) -> None:
         """Opens the evaluations of the run in `folder`. `bind` gives a state's answerer.
 
@@ -98,15 +101,15 @@ class Evaluations:
             settings.
         """
         self._evaluator, self._bind = evaluator, bind
-        self._folder, self._metric = folder, job.config.eval.keep_best
+        self._folder, self._metric = folder, config.eval.keep_best
         self._records = RecordFile(folder, jax.process_index())
         evaluator.require_metric(self._metric)
-        settings = to_json(job.config)["eval"]
+        settings = to_json(config)["eval"]
         # How often a policy is evaluated does not change the value.
         self._settings = {name: value for name, value in settings.items() if name != "every"}
         if self._metric:
             check_in_process_0(self._require_same_settings)
-        self._best = Checkpoints(folder / BEST, keep=1, log=job.say) if self._metric else None
+        self._best = Checkpoints(folder / BEST, keep=1, log=say) if self._metric else None
         self._values = self._read_best_value()
 
     def _require_same_settings(self) -> None:
@@ -203,7 +206,9 @@ def open_evaluations(
     other_settings = differing_settings(job.config)
     if other_settings:
         job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
-        program = compile_evaluator(job, source.sets, scorers)
+        program = compile_evaluator(
+            job.config, job.step, job.tokenizer, source.sets, scorers, job.say
+        )
         evaluator = program.evaluator
 
         def bind(state: TrainState) -> StateAnswerer:
@@ -211,5 +216,6 @@ def open_evaluations(
     else:
         evaluator = Evaluator(source, scorer, job.config, samples_per_problem(job.config))
         bind = bind_step
-    with contextlib.closing(Evaluations(job, evaluator, bind, folder)) as evaluations:
+    evaluations = Evaluations(job.config, evaluator, bind, folder, job.say)
+    with contextlib.closing(evaluations):
         yield evaluations

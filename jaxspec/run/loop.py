@@ -12,11 +12,13 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec import mesh as meshes
+from jaxspec.config.settings import ResolvedConfig
 from jaxspec.evaluation.evaluator import has_evaluation
 from jaxspec.host import workdir as workdirs
-from jaxspec.host.job import Job
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer, ScoringResult
+from jaxspec.metrics.batch import headline_numbers, token_rates
+from jaxspec.metrics.files import MetricsWriter, read_metrics
 from jaxspec.rl.optimizers import (
     BROKEN,
     SKIPPED,
@@ -31,11 +33,10 @@ from jaxspec.run.schedules import StepResult, StepSchedule
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import Rollout, TrainState
+from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import alarms
-from jaxspec.system import metrics as measures
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.system.metrics import MetricsWriter
 from jaxspec.system.progress import Progress
 from jaxspec.system.trace import Profiler
 
@@ -70,29 +71,31 @@ class Loop:
 
     def __init__(
         self,
-        job: Job,
+        config: ResolvedConfig,
+        step: Step,
         interrupt: Interrupt,
         host: Host,
         writer: MetricsWriter,
         progress: Progress,
         profiler: Profiler,
     ) -> None:
-        self.job, self.interrupt, self.host = job, interrupt, host
+        self.config, self.interrupt, self.host = config, interrupt, host
         self.writer, self.progress, self.profiler = writer, progress, profiler
         self.unsaved = ""
         """Why the run could not be saved last. Empty if it was saved."""
         self._acceptance = 0.0
         """Acceptance length of the batch before. 0 if there was none since the start."""
         self._stop_checks = 0
-        records = measures.read_metrics(host.workdir) if jax.process_index() == 0 else []
-        self._stalls = make_stall_watch(job.config, records)
+        records = read_metrics(host.workdir) if jax.process_index() == 0 else []
+        self._stalls = make_stall_watch(config, records)
+        self._max_probability_factor = step.learner.max_probability_factor
         self._read_conditions = jax.jit(
-            _network_conditions, out_shardings=meshes.replicated_sharding(job.mesh)
+            _network_conditions, out_shardings=meshes.replicated_sharding(step.learner.mesh)
         )
 
     def run_to_end(self, run: RunState) -> bool:
         """Runs from `run`, which it changes, to the end. False if it was asked to stop before."""
-        config = self.job.config
+        config = self.config
         while True:
             record = run.queue[-1].record if run.queue else None
             # Also right after a resume: a run that was stopped before its evaluation makes up for
@@ -117,8 +120,8 @@ class Loop:
 
         These are the weights that sampled it. The last batch is evaluated after its update.
         """
-        is_last = record.batch == self.job.config.steps - 1
-        is_evaluated = record.batch % self.job.config.eval.every == 0
+        is_last = record.batch == self.config.steps - 1
+        is_evaluated = record.batch % self.config.eval.every == 0
         return is_evaluated and not is_last and not has_evaluation(record.metrics)
 
     def _run_call(self, run: RunState) -> bool:
@@ -129,7 +132,7 @@ class Loop:
         """
         host, call = self.host, run.generated
         # After N batches, one more call learns from the last and generates nothing.
-        is_final_call = run.next_batch >= self.job.config.steps
+        is_final_call = run.next_batch >= self.config.steps
         start_time = time.perf_counter()
         prompts = (
             host.source.place_nothing(call) if is_final_call else host.source.place_training(call)
@@ -202,7 +205,7 @@ class Loop:
             run.queue.append(QueuedBatch(scored_rollout, record))
 
     def _select_samples(self, batch: int, scoring: ScoringResult) -> list[dict[str, Any]]:
-        is_evaluated = batch % self.job.config.eval.every == 0
+        is_evaluated = batch % self.config.eval.every == 0
         return scoring.samples[:SAMPLE_COUNT] if is_evaluated else []
 
     def report_batch(self, record: BatchRecord) -> None:
@@ -211,25 +214,25 @@ class Loop:
         Raises:
           Diverged: too many updates in a row were not finite.
         """
-        config, metrics = self.job.config, record.metrics_line
+        config, metrics = self.config, record.metrics_line
         metrics["time/step"] += metrics.get("time/train", 0.0)  # if it was timed by itself
-        metrics |= measures.token_rates(metrics)
+        metrics |= token_rates(metrics)
         self.writer.write_record(metrics)
         self.writer.write_samples(record.batch, record.samples)
-        self.progress.update(record.batch + 1, **measures.headline_numbers(metrics))
+        self.progress.update(record.batch + 1, **headline_numbers(metrics))
         previous_length, self._acceptance = (
             self._acceptance,
             metrics.get("rollout/acceptance_length", 0.0),
         )
         for alarm in (
-            alarms.logprob_gap_warning(metrics, self.job.step.learner.max_probability_factor),
+            alarms.logprob_gap_warning(metrics, self._max_probability_factor),
             alarms.acceptance_warning(metrics, previous_length, config.draft_training.alarm),
             alarms.short_batch_warning(metrics, config.batch.prompts),
             *self._stalls.add_record(metrics),
         ):
             if alarm:
                 self.progress.print_line(alarm)
-        unrewarded = "None of its rows has a reward. " if np.isnan(metrics["reward/mean"]) else ""
+        unrewarded = "" if "reward/mean" in metrics else "None of its rows has a reward. "
         for name in ("policy", "draft"):
             remedy = (
                 f"{unrewarded}Look at loss/{name}, grad_norm/{name}, status/failed and"

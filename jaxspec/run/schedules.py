@@ -20,14 +20,15 @@ from jaxspec.host.programs import (
     compile_ahead,
     compile_answerer,
     compile_for_generator,
-    metrics_to_host,
     put_like,
     times_real_rounds,
 )
-from jaxspec.host.round_cost import UNBOUNDED, AdvanceRounds, AdvanceSlice, RoundTimer
+from jaxspec.metrics.mean import metrics_to_host
+from jaxspec.run.round_timer import UNBOUNDED, AdvanceRounds, AdvanceSlice, RoundTimer
 from jaxspec.state import RUNNING, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
-from jaxspec.system.compiling import LinePrinter, first_start_notice
+from jaxspec.system.compiling import first_start_notice
+from jaxspec.system.terminal import LinePrinter
 
 Seconds = dict[str, float]
 
@@ -39,7 +40,7 @@ class StepResult(NamedTuple):
     rollout: Rollout | None
     """None if generation was interrupted. The state has learned from its batch even then."""
     training_metrics: dict[str, float]
-    """Metrics of the batch that was learned from, with the seconds of learning. NaN without one."""
+    """Metrics of the batch that was learned from, with the seconds of learning."""
     rollout_metrics: dict[str, float]
     seconds: Seconds
     """Seconds of the other phases, by metric name."""
@@ -119,6 +120,42 @@ def uniform_slices(rounds: int) -> SliceFactory:
     return lambda advance, weights, _: lambda running: advance(weights, running, np.int32(rounds))
 
 
+class _StagedPrograms(NamedTuple):
+    """Compiled phases of a step."""
+
+    learn: Callable
+    sync: Callable
+    generate: Callable
+    """Also gets the callback between slices."""
+    measure: Callable
+
+
+class _TimedPhases:
+    """Runs the phases of one call, and times each."""
+
+    def __init__(self, phases: _StagedPrograms, is_learning: bool, on_slice: SliceCallback) -> None:
+        self._phases, self._is_learning, self._on_slice = phases, is_learning, on_slice
+        self.seconds: Seconds = {}
+
+    def __call__(self, phase: str, _: Callable, *arguments: Any) -> Any:
+        """Runs a phase."""
+        start_time = time.perf_counter()
+        match phase:
+            case "train" if self._is_learning:
+                result = self._phases.learn(*arguments)
+            case "train":
+                # An evaluation has nothing to learn, and its seconds are not those of training.
+                result = arguments[0], {}
+            case "prepare":
+                result = self._phases.sync(*arguments)
+            case "generate":
+                result = self._phases.generate(*arguments, self._on_slice)
+            case _:
+                result = {} if arguments[0] is None else self._phases.measure(*arguments)
+        self.seconds[f"time/{phase}"] = _wait_seconds(result, start_time)
+        return result
+
+
 def compile_staged_schedule(
     step: Step, prompt_count: int, slice_factory: SliceFactory | None = None
 ) -> StepSchedule:
@@ -127,73 +164,55 @@ def compile_staged_schedule(
     This gives the seconds of each phase. Generation runs in the slices of `slice_factory`, or at
     once if it is None.
     """
+    phases, programs = _compile_phases(step, prompt_count, slice_factory)
+
+    def run_step(
+        state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
+    ) -> StepResult:
+        is_learning, start_time = bool(scored.learn), time.perf_counter()
+        run_phase = _TimedPhases(phases, is_learning, on_slice)
+        state, rollout, training_metrics, rollout_metrics = step.train_step(
+            state, scored, prompts, run_phase
+        )
+        step_seconds, seconds = time.perf_counter() - start_time, run_phase.seconds
+        train_seconds = {"time/train": seconds["time/train"]} if is_learning else {}
+        # The batch that is learned from is the previous one, so its seconds are in its own record.
+        step_time = {"time/step": step_seconds - sum(train_seconds.values())}
+        return StepResult(
+            state,
+            rollout,
+            metrics_to_host(training_metrics) | train_seconds,
+            metrics_to_host(rollout_metrics),
+            {name: seconds[name] for name in ("time/prepare", "time/generate")} | step_time,
+        )
+
+    return StepSchedule(run_step, programs)
+
+
+def _compile_phases(
+    step: Step, prompt_count: int, slice_factory: SliceFactory | None
+) -> tuple[_StagedPrograms, dict[str, Any]]:
+    """Compiles the phases of a step. Also returns their programs by name."""
     state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
-    learn, (_, learn_metrics) = compile_ahead(
+    learn, _ = compile_ahead(
         step.learn,
         *(state, scored),
         donate_argnums=0,
         out_shardings=(step.state_shardings(), meshes.replicated_sharding(step.learner.mesh)),
     )
     sync, weights = compile_ahead(step.sync, state)
-    generation = (
+    generate, programs = (
         _compile_sliced_generation(step, weights, prompt_shapes, scored.rollout, slice_factory)
         if slice_factory
         else _compile_whole_generation(step, weights, prompt_shapes)
     )
-    generate, programs = generation
     measure, _ = compile_ahead(
         step.generator.measure_rollout,
         *(scored.rollout, weights),
         out_shardings=meshes.replicated_sharding(step.generator.mesh),
     )
-
-    def run_step(
-        state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
-    ) -> StepResult:
-        seconds: Seconds = {}
-
-        def run_phase(phase: str, _: Callable, *arguments: Any) -> Any:
-            start_time = time.perf_counter()
-            match phase:
-                case "train":
-                    # An evaluation has nothing to learn, and its seconds are not those of training.
-                    result = (
-                        learn(*arguments)
-                        if is_learning
-                        else (arguments[0], dict.fromkeys(learn_metrics, np.nan))
-                    )
-                case "prepare":
-                    result = sync(*arguments)
-                case "generate":
-                    result = generate(*arguments, on_slice)
-                case _:
-                    result = {} if arguments[0] is None else measure(*arguments)
-            seconds[f"time/{phase}"] = _wait_seconds(result, start_time)
-            return result
-
-        is_learning, start_time = bool(scored.learn), time.perf_counter()
-        state, rollout, training_metrics, rollout_metrics = step.train_step(
-            state, scored, prompts, run_phase
-        )
-        step_seconds = time.perf_counter() - start_time
-        training_metrics, train_seconds = (
-            metrics_to_host(training_metrics),
-            {"time/train": seconds.pop("time/train")},
-        )
-        seconds = {name: seconds[name] for name in ("time/prepare", "time/generate")}
-        # The batch that is learned from is the previous one, so its seconds are in its own record.
-        step_time = {
-            "time/step": step_seconds - (train_seconds["time/train"] if is_learning else 0.0)
-        }
-        return StepResult(
-            state,
-            rollout,
-            training_metrics | (train_seconds if is_learning else {}),
-            metrics_to_host(rollout_metrics),
-            seconds | step_time,
-        )
-
-    return StepSchedule(run_step, {"train": learn, "prepare": sync, **programs, "measure": measure})
+    phases = _StagedPrograms(learn, sync, generate, measure)
+    return phases, {"train": learn, "prepare": sync, **programs, "measure": measure}
 
 
 def _wait_seconds(result: Any, start_time: float) -> float:
@@ -302,12 +321,12 @@ def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, StepSc
     """
     config, prompts = job.config, job.config.batch.prompts
     is_timing = times_real_rounds(job.step.generator)
-    how = "phase by phase" if config.staged or is_timing else "as one program"
+    how = "phase by phase" if config.schedule.kind == "staged" or is_timing else "as one program"
     first_start = first_start_notice(meshes.has_accelerators(job.mesh))
     job.say(f"{first_start}compiling the step {how} for {dict(job.mesh.shape)} devices")
     start_time = time.perf_counter()
     # With slices, a signal need not wait for the end of generation.
-    slice_rounds = config.rollout.slice_rounds if config.staged else 0
+    slice_rounds = config.schedule.slice_rounds if config.schedule.kind == "staged" else 0
 
     def compile_step(step: Step) -> StepSchedule:
         if times_real_rounds(step.generator):

@@ -7,7 +7,6 @@ import numpy as np
 
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.history import AnswerHistory
-from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.round_cost import add_length_chooser
@@ -21,44 +20,53 @@ from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.state import RunState
 from jaxspec.state import Prompts, PyTree, TrainState
+from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
+from jaxspec.system.terminal import LinePrinter
+from jaxspec.tokens.tokenizer import Tokenizer
 
 
-def read_offline_text(job: Job) -> TextRows | None:
+def read_offline_text(
+    config: ResolvedConfig, tokenizer: Tokenizer, say: LinePrinter
+) -> TextRows | None:
     """Reads the text for training the draft offline. None without one.
 
     Raises:
       ConfigError: the file cannot be read.
     """
-    config = job.config
     trains_offline = config.offline.steps > 0 and config.rollout.draft.is_learned
-    return read_training_text(config, job.tokenizer, job.say) if trains_offline else None
+    return read_training_text(config, tokenizer, say) if trains_offline else None
 
 
 def start_run(
-    job: Job,
-    interrupt: Interrupt,
+    config: ResolvedConfig,
+    step: Step,
+    tokenizer: Tokenizer,
     source: PromptSource,
     filler: BatchFiller | None,
     offline_text: TextRows | None,
+    interrupt: Interrupt,
+    say: LinePrinter,
 ) -> RunState:
     """Starts a run before its first batch.
 
     Policy and draft come from folders or from the cache, or are trained now, or are random.
     `offline_text` is that of `read_offline_text`.
     """
-    config, step = job.config, job.step
     layout, shapes = step.state_shardings(), abstract_arguments(step, config.batch.prompts)[0]
     trains_offline = config.offline.steps > 0 and shapes.learner.draft is not None
+    draft_file, network = None, None
     # This loads the policy too, so it comes before the run's own weights take memory.
-    draft_file = get_or_train_draft(job, interrupt, offline_text) if trains_offline else None
-    network = None if trains_offline else load_draft(job, _draft_network(shapes))
-    policy = load_policy(job, interrupt)
+    if trains_offline:
+        draft_file = get_or_train_draft(config, step, tokenizer, offline_text, interrupt, say)
+    else:
+        network = load_draft(config, _draft_network(shapes), say)
+    policy = load_policy(config, step, tokenizer, interrupt, say)
     if draft_file is not None:
         network = load_tree(draft_file, _draft_network(shapes))
     elif network is not None:
-        report_agreement(job, policy, network)
+        report_agreement(config, step.generator, tokenizer, policy, network, say)
     else:
         # XLA removes the other parts of the state, since only the draft is returned.
         shardings = _draft_network(layout)
@@ -66,12 +74,12 @@ def start_run(
             lambda: _draft_network(step.init_random_state()), out_shardings=shardings
         )()
         if remark := describe_random_draft(config):
-            job.say(remark)
+            say(remark)
     # Weights are donated, so that they are not in memory twice.
     state = jax.jit(step.init_state, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    machine = describe_machine(job.mesh)
+    machine = describe_machine(step.generator.mesh)
     return RunState(
-        state=_measure_lengths(job, state, source.place_training(0)),
+        state=_measure_lengths(step, state, source.place_training(0), say),
         history=source.history,
         filling=filler.empty_batch() if filler else None,
         machine=machine,
@@ -80,23 +88,25 @@ def start_run(
     )
 
 
-def adapt_run(job: Job, run: RunState, source: PromptSource, schedule: StepSchedule) -> None:
+def adapt_run(
+    step: Step, run: RunState, source: PromptSource, schedule: StepSchedule, say: LinePrinter
+) -> None:
     """Adapts a restored run to this machine.
 
     Costs of rounds are measured again if they are those of another machine. Acceptance stays.
     """
-    run.machine = describe_machine(job.mesh)
+    run.machine = describe_machine(step.generator.mesh)
     saved_chooser = run.state.generator.chooser
     # Process 0 decides for all, since machines may differ between processes.
     if saved_chooser is None or not broadcast_flag(run.timed_on != run.machine):
         return
-    job.say("the costs of rounds in the checkpoint are of another machine or mesh")
-    state = _measure_lengths(job, run.state, source.place_training(run.generated))
+    say("the costs of rounds in the checkpoint are of another machine or mesh")
+    state = _measure_lengths(step, run.state, source.place_training(run.generated), say)
     assert state.generator.chooser is not None, "lengths are chosen by costs"
     chooser = state.generator.chooser.replace(acceptance=saved_chooser.acceptance)
     run.state = state.replace(generator=state.generator.replace(chooser=chooser))
     schedule.restart_timing()
-    run.timed_on = {} if times_real_rounds(job.step.generator) else run.machine
+    run.timed_on = {} if times_real_rounds(step.generator) else run.machine
 
 
 def describe_random_draft(config: ResolvedConfig) -> str:
@@ -116,24 +126,23 @@ def describe_random_draft(config: ResolvedConfig) -> str:
     )
 
 
-def _measure_lengths(job: Job, state: TrainState, prompts: Prompts) -> TrainState:
+def _measure_lengths(
+    step: Step, state: TrainState, prompts: Prompts, say: LinePrinter
+) -> TrainState:
     """Measures cost and acceptance of each draft length.
 
     Returns the state unchanged if rounds do not choose their length.
     """
     if state.generator.chooser is None:
         return state
-    is_later = times_real_rounds(job.step.generator)
+    is_later = times_real_rounds(step.generator)
     if not is_later:
-        job.say(
+        say(
             "measuring what rounds of each draft length cost on this machine, and what the draft is"
             " worth"
         )
     start_time = time.perf_counter()
-    state, lengths = (
-        add_length_chooser(job.step, state, prompts),
-        job.step.generator.settings.lengths,
-    )
+    state, lengths = add_length_chooser(step, state, prompts), step.generator.settings.lengths
     chooser = state.generator.chooser
     assert chooser is not None, "lengths are chosen by costs"
     costs = np.asarray(chooser.round_cost)[:, 0, 0]
@@ -145,7 +154,7 @@ def _measure_lengths(job: Job, state: TrainState, prompts: Prompts) -> TrainStat
     origin = f"measured in {time.perf_counter() - start_time:.1f} s"
     if is_later:
         origin = "by public figures or an earlier run, until the first rollout has timed its rounds"
-    job.say(f"{origin}: {table}")
+    say(f"{origin}: {table}")
     return state
 
 

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any
 
 from jaxspec.data.history import AnswerHistory
-from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.checked import require
 from jaxspec.run.dynamic_batch import PartialBatch
 from jaxspec.state import PyTree, ScoredRollout, TrainState
+from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints, successor_process
 
 FORMAT = 2
@@ -101,15 +101,23 @@ class RunState:
         return (self.state, queue, rows), host_state, process_state
 
 
-def restore_run(job: Job, checkpoints: Checkpoints, history: AnswerHistory) -> RunState | None:
+def restore_run(
+    step: Step, prompts: int, checkpoints: Checkpoints, history: AnswerHistory
+) -> RunState | None:
     """Restores the newest intact checkpoint. None without any.
 
-    Arrays are placed on the job's mesh. Batches have no plans.
+    Arrays are placed on the step's mesh. Batches have no plans.
+
+    Args:
+      step: the run's step.
+      prompts: number of prompts in a batch.
+      checkpoints: the run's checkpoints.
+      history: gets the earlier answers.
 
     Raises:
       ConfigError: all are damaged, or do not fit the config or this version of jaxspec.
     """
-    state, rollout, _ = abstract_arguments(job.step, job.config.batch.prompts)
+    state, rollout, _ = abstract_arguments(step, prompts)
     rows = rollout.replace(plan=None)
 
     def describe_arrays(host_state: dict[str, Any]) -> PyTree:

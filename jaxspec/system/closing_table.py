@@ -52,51 +52,12 @@ def build_closing_table(
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
 
-    def column_values(name: str) -> list[float | int]:
-        return [record[name] for record in records if record.get(name) is not None]
-
     for title, text in _summary_rows(records):
         table.add_row(title, text)
     for sign in signs:
         table.add_row("cannot learn", sign)
-    rate_metrics = {
-        "the whole step": "rollout/tokens_per_s",
-        "generation alone": "rollout/generation_tokens_per_s",
-    }
-    # The median ignores a few slow batches, such as the first.
-    medians = {
-        basis: sorted(values)[len(values) // 2]
-        for basis, name in rate_metrics.items()
-        if (values := column_values(name))
-    }
-    for basis, rate in medians.items():
-        table.add_row("tokens/s", f"{format_number(rate)} (over {basis}, median batch)")
-    if phases := {
-        phase: sum(values) for phase in _PHASES if (values := column_values(f"time/{phase}"))
-    }:
-        table.add_row(
-            "seconds by phase",
-            ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()),
-        )
-    for title, unit in (
-        ("target passes a sequence", "passes"),
-        (f"seconds for {summary.get('rows', 0):.0f} rows", "seconds"),
-    ):
-        plain, speculative = summary.get(f"plain/{unit}"), summary.get(f"spec/{unit}")
-        if plain and speculative:
-            gain = (
-                f"speed-up {plain / speculative:.2f}"
-                if unit == "seconds"
-                else f"{plain / speculative:.2f} times fewer"
-            )
-            table.add_row(
-                title,
-                f"plain {format_number(plain)}, speculative {format_number(speculative)}: {gain}",
-            )
-    if cost := summary.get("round_cost"):
-        table.add_row(
-            "round_cost", f"{format_number(cost)} (a round over a plain step, in seconds)"
-        )
+    for title, text in (*_speed_rows(records), *_comparison_rows(summary)):
+        table.add_row(title, text)
     return table
 
 
@@ -126,6 +87,54 @@ def _summary_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, s
             f" ({len(values)} evaluations{_missing_note(values)})" if _missing_note(values) else ""
         )
         yield title, f"{_format_mean(values[:1])} -> {_format_mean(values[-1:])}{missing_note}"
+
+
+def _speed_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields rows for tokens per second, and seconds by phase."""
+
+    def column_values(name: str) -> list[float | int]:
+        return [record[name] for record in records if record.get(name) is not None]
+
+    rate_metrics = {
+        "the whole step": "rollout/tokens_per_s",
+        "generation alone": "rollout/generation_tokens_per_s",
+    }
+    # The median ignores a few slow batches, such as the first.
+    medians = {
+        basis: sorted(values)[len(values) // 2]
+        for basis, name in rate_metrics.items()
+        if (values := column_values(name))
+    }
+    for basis, rate in medians.items():
+        yield "tokens/s", f"{format_number(rate)} (over {basis}, median batch)"
+    if phases := {
+        phase: sum(values) for phase in _PHASES if (values := column_values(f"time/{phase}"))
+    }:
+        yield (
+            "seconds by phase",
+            ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()),
+        )
+
+
+def _comparison_rows(summary: Mapping[str, float | int]) -> Iterator[tuple[str, str]]:
+    """Yields rows for plain and speculative decoding."""
+    for title, unit in (
+        ("target passes a sequence", "passes"),
+        (f"seconds for {summary.get('rows', 0):.0f} rows", "seconds"),
+    ):
+        plain, speculative = summary.get(f"plain/{unit}"), summary.get(f"spec/{unit}")
+        if plain and speculative:
+            gain = (
+                f"speed-up {plain / speculative:.2f}"
+                if unit == "seconds"
+                else f"{plain / speculative:.2f} times fewer"
+            )
+            yield (
+                title,
+                f"plain {format_number(plain)}, speculative {format_number(speculative)}: {gain}",
+            )
+    if cost := summary.get("round_cost"):
+        yield "round_cost", f"{format_number(cost)} (a round over a plain step, in seconds)"
 
 
 def _evaluation_series(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:

@@ -19,6 +19,7 @@ from rich.text import Text
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.system.files import SaveError, atomic_replace
 from jaxspec.system.progress import Screen
+from jaxspec.system.terminal import LinePrinter
 
 QUIET_SECONDS = 10.0
 """Seconds of compilation before anything is shown."""
@@ -39,9 +40,6 @@ _TITLES = {
     "measure_rollout": "metrics",
 }
 """Names of compiled functions for users."""
-
-LinePrinter = Callable[[str], Any]
-"""Function that shows a line to the user."""
 
 
 class CompileProgress:

@@ -6,7 +6,11 @@ A reader that is gone, or a full disk, must not cost unsaved work.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LinePrinter = Callable[[str], Any]
+"""Function that shows a line to the user."""
 
 
 def redirect_to_null(*descriptors: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.hf.eagle3_config import head_config_json
+from jaxspec.hf.eagle3_json import head_config_json
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.bad_inputs.programs import (
     ALONE,

@@ -217,7 +217,7 @@ PREPARATIONS = [
     ("--steps 80", "--steps", DRAFT_SETTINGS),
     *(
         (f"--{words}", f"--{words.split()[0]}", DRAFT_SETTINGS)
-        for words in ("workdir a", "profile 1:2", "staged", "save_every 3")
+        for words in ("workdir a", "profile 1:2", "schedule.kind staged", "save_every 3")
     ),
     *(
         (f"--{words}", f"--{words.split()[0]}", DRAFT_SETTINGS)

@@ -17,7 +17,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.hf.eagle3_config import head_config_json
+from jaxspec.hf.eagle3_json import head_config_json
 from jaxspec.inputs.spec import HeadSpec, ModelSpec
 from jaxspec.models.eagle3 import Eagle3, llama_head_spec
 from tests.hf_checkpoints import draft_tensors

@@ -79,11 +79,27 @@ def test_history_gets_other_answers_to_the_same_prompts() -> None:
         make_job(apply_variant(variant, CONFIG), small_mesh(2))
         for variant in (DraftVariant("none", "none"), DraftVariant("history", "history"))
     ]
-    batches = [PromptSource(job, load_sets(CONFIG, job.tokenizer)) for job in jobs]
+    batches = [
+        PromptSource(
+            load_sets(CONFIG, job.tokenizer),
+            job.step.generator,
+            CONFIG.batch.prompts,
+            job.tokenizer.pad_id,
+        )
+        for job in jobs
+    ]
     with Interrupt() as interrupt:
-        policy = bench.load_policy(jobs[0], interrupt)
+        job = jobs[0]
+        policy = bench.load_policy(job.config, job.step, job.tokenizer, interrupt, job.say)
         plain = bench.prepare_bench(
-            VARIANTS[0], jobs[0], interrupt, policy, batches[0].place_training(0)
+            VARIANTS[0],
+            job.config,
+            job.step,
+            job.tokenizer,
+            policy,
+            batches[0].place_training(0),
+            interrupt,
+            job.say,
         )
     bench._fill_history([plain], batches, 1)
     asked: Prompts = batches[1].place_training(0)
@@ -172,7 +188,7 @@ def test_an_acceptance_is_prescribed_to_what_draws_drafts(
     step = make_job(config, small_mesh()).step
     assert bench._with_acceptance(step, 0.0) is step
     made = bench._with_acceptance(step, 3.3)
-    assert (made.generator.settings.rule is not step.generator.settings.rule) == is_prescribed
+    assert (made.generator.settings.mode is not step.generator.settings.mode) == is_prescribed
 
 
 def test_the_config_is_judged_and_the_problems_are_read_once(

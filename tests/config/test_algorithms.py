@@ -30,6 +30,7 @@ from jaxspec.config.settings import (
 )
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import LoraConfig, ModelConfig, ModelSpec
+from jaxspec.rl.objective import PolicyObjective
 from tests.config.command_line import load, refused
 from tests.conftest import small_mesh
 
@@ -103,7 +104,9 @@ def test_bounds_of_ratios_follow_from_the_kind_of_loss(kind: Any, bounds: Any) -
     assert LossConfig(kind=kind).clip_bounds == bounds
     assert collect_warnings(Config(loss=LossConfig(kind=kind))) == []
     config = ResolvedConfig(loss=LossConfig(kind=kind), batch=BatchConfig(epochs=2))
-    loss = build_step(config, small_mesh(), (1,), 40).learner.policy_loss
+    objective = build_step(config, small_mesh(), (1,), 40).learner.policy_objective
+    assert isinstance(objective, PolicyObjective)
+    loss = objective.loss
     assert isinstance(loss, functools.partial)
     surrogate = loss.keywords["surrogate"].keywords
     assert (surrogate["clip_low"], surrogate["clip_high"]) == bounds
@@ -226,7 +229,7 @@ def test_a_group_of_one_is_for_reinforce() -> None:
 def test_every_algorithm_is_built(name: str) -> None:
     config = with_algorithm(ResolvedConfig(), name)
     learner = build_step(config, small_mesh(), (1,), 40).learner
-    measures = learner.objective.metric_names
+    measures = learner.policy_objective.empty_sums(jnp.zeros(())).metrics
     assert ("kl" in measures) == (name == "grpo")
     assert ("ratio/mean" in measures) == (name != "rloo")
     assert learner.keeps_reference == learner.reads_reference == (name == "grpo")

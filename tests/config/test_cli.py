@@ -33,7 +33,7 @@ class TestLoad:
         text = capsys.readouterr().out
         for key in (
             "--rollout.draft.draft_length",
-            "--staged, --no_staged",
+            "--compare_plain, --no_compare_plain",
             "Longest response, in tokens.",
             "(default: 40)",
         ):
@@ -94,10 +94,24 @@ class TestLoad:
         assert config.draft_training.learning_rate == 1e-5
 
     @pytest.mark.parametrize(
-        ("flag", "staged"), [("--staged", True), ("--no-staged", False), ("--no_staged", False)]
+        ("flag", "compares"),
+        [("--compare_plain", True), ("--no-compare-plain", False), ("--no_compare_plain", False)],
     )
-    def test_booleans(self, flag: str, staged: bool) -> None:
-        assert load("--config", "rl_think.py", flag)[0].staged is staged
+    def test_booleans(self, flag: str, compares: bool) -> None:
+        assert load("--config", "rl_think.py", flag)[0].compare_plain is compares
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["--staged"], "--staged is now --schedule.kind"),
+            (["--rollout.slice_rounds", "2"], "slice_rounds is now --schedule.slice_rounds"),
+        ],
+    )
+    def test_a_renamed_setting_is_refused_with_its_new_name(
+        self, words: list[str], told: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=told):
+            load("--config", "rl_think.py", *words)
 
     def test_looked_up_as_given_then_in_configs_then_shipped(self, elsewhere: Path) -> None:
         assert (

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.config.from_checkpoint import read_draft, resolve_config
 from jaxspec.config.settings import DataConfig, DraftConfig, ResolvedConfig, RolloutConfig
 from jaxspec.drafts.kinds import build_network
-from jaxspec.hf.eagle3_config import head_config_json
+from jaxspec.hf.eagle3_json import head_config_json
 from jaxspec.hf.names import policy_mappings
 from jaxspec.hf.pretrained import stream_tensors
 from jaxspec.hf.tensor_files import WEIGHTS_FILE

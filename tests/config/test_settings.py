@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 
 import pytest
 
-from jaxspec.config.as_json import flatten_settings, from_json, list_changed_settings, to_json
+from jaxspec.config.as_json import (
+    flatten_settings,
+    from_json,
+    list_changed_settings,
+    rename_settings,
+    to_json,
+)
 from jaxspec.config.settings import (
     BatchConfig,
     Config,
@@ -21,6 +27,7 @@ from jaxspec.config.settings import (
     OfflineConfig,
     ResolvedConfig,
     RolloutConfig,
+    ScheduleConfig,
 )
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadConfig, ModelConfig, RopeSpec
@@ -118,18 +125,13 @@ class TestSaved:
         now = ResolvedConfig(
             steps=7,
             workdir="w",
-            staged=True,
+            schedule=ScheduleConfig(kind="staged", slice_rounds=2),
             save_every=3,
             eval=EvalConfig(every=9, samples=3),
             compare_plain=False,
             mesh=MeshConfig(data=4, tensor=2),
         )
-        assert (
-            list_changed_settings(
-                to_json(ResolvedConfig()), replace(now, rollout=RolloutConfig(slice_rounds=2))
-            )
-            == []
-        )
+        assert list_changed_settings(to_json(ResolvedConfig()), now) == []
         assert (
             list_changed_settings(to_json(ResolvedConfig()), now, ignored=frozenset({"workdir"}))[0]
             == f"steps: {ResolvedConfig().steps} -> 7"
@@ -153,6 +155,16 @@ class TestSaved:
         )
         assert from_json(json.loads(json.dumps(to_json(config)))) == config
         assert isinstance(from_json(to_json(config)).rollout.banned, tuple)
+
+    def test_a_config_of_the_version_before_gets_the_new_names(self) -> None:
+        saved = to_json(ResolvedConfig(schedule=ScheduleConfig(kind="staged", slice_rounds=3)))
+        del saved["schedule"]
+        saved["staged"], saved["rollout"]["slice_rounds"] = True, 3
+        config = from_json(rename_settings(saved))
+        assert (config.schedule.kind, config.schedule.slice_rounds) == ("staged", 3)
+        assert "staged" in saved, "the argument stays"
+        current = to_json(config)
+        assert rename_settings(current) == current
 
     def test_what_another_version_wrote_is_named(self) -> None:
         saved = to_json(ResolvedConfig())
@@ -182,7 +194,7 @@ class TestSaved:
         [
             ("", "steps", "x", "steps is 'x'; it must be a whole number"),
             ("", "steps", True, "steps is True"),
-            ("", "staged", 1, "staged is 1; it must be True or False"),
+            ("", "compare_plain", 1, "compare_plain is 1; it must be True or False"),
             ("rollout", "temperature", None, "rollout.temperature is None; it must be a number"),
             (
                 "rollout",

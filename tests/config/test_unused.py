@@ -67,7 +67,7 @@ USELESS = [
     ("--sft.steps 0 --sft.learning_rate 1e-4", "sft.steps 0"),
     ("--sft.steps 0 --sft.wrong_steps 0.1", "sft.steps 0"),
     ("--rollout.no_enable_thinking", "built-in tokenizer"),
-    ("--rollout.slice_rounds 2", "--staged"),
+    ("--schedule.slice_rounds 2", "schedule.kind fused"),
     ("--rollout.temperature 0 --rollout.top_k 5", "rollout.temperature 0"),
     ("--rollout.temperature 0 --rollout.top_p 0.5", "rollout.temperature 0"),
     ("--rollout.temperature 0 --rollout.min_p 0.1", "rollout.temperature 0"),
@@ -142,7 +142,7 @@ class TestUseless:
             "--data.path train.jsonl --data.digits 3 --offline.text generic",
             "--data.tokenizer folder --rollout.no_enable_thinking",
             "--sft.steps 0 --offline.text generic --sft.wrong_steps 0.1",
-            "--staged --rollout.slice_rounds 2",
+            "--schedule.kind staged --schedule.slice_rounds 2",
             (
                 "--rollout.draft.kind none --rollout.verify coupled --offline.steps 0"
                 " --draft_training.no_online"

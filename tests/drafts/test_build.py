@@ -16,7 +16,7 @@ from jaxspec.config.settings import (
     LookupConfig,
     RolloutConfig,
 )
-from jaxspec.drafts.base import Context, Draft, Proposal
+from jaxspec.drafts.base import PLAIN, Context, Draft, Proposal
 from jaxspec.drafts.kinds import build_draft, build_network, check_fits
 from jaxspec.drafts.lookup import history_draft, ngram_draft, prefer_lookup
 from jaxspec.drafts.model import model_draft
@@ -28,6 +28,7 @@ from jaxspec.models.eagle3 import Eagle3
 from jaxspec.models.mtp import Mtp
 from jaxspec.rollout.generate import begin
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts
 from tests.conftest import eagle3, tiny_config, tiny_model, tiny_network
@@ -151,7 +152,7 @@ def texts() -> Prompts:
 
 def proposing(draft: Draft, network: Any) -> Lowered:
     """The program that proposes the first block after `texts`, the most likely tokens."""
-    settings = Settings(GROUP, 4, Processing(stop_ids=ENDS), None)
+    settings = Settings(GROUP, 4, Processing(stop_ids=ENDS), Matching())
 
     def likeliest(logits: jax.Array, offset: int, ids: jax.Array | None = None) -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -182,7 +183,6 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     )
     draft = build_draft(config.draft_spec, ENDS)
     network = tiny_network(lambda _, key: build_network(config.draft_spec, key), config.model, 2)
-    assert draft is not None
     assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
     assert draft.max_length == case.draft.draft_length
     assert type(network) is (case.network or type(None))
@@ -204,7 +204,7 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
 
 def test_none_is_plain_decoding() -> None:
     config = tiny_config(draft=DraftConfig(kind="none"))
-    assert build_draft(config.draft_spec, ENDS) is None
+    assert build_draft(config.draft_spec, ENDS) is PLAIN
     assert build_network(config.draft_spec, jax.random.key(0)) is None
 
 

@@ -17,10 +17,11 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RewardConfig,
     RolloutConfig,
+    ScheduleConfig,
     SetConfig,
     SftConfig,
 )
-from jaxspec.data.problems import load_sets
+from jaxspec.data.problems import ProblemSets, load_sets
 from jaxspec.evaluate import claim_folder, evaluation_config, require_draft_weights
 from jaxspec.evaluation import program
 from jaxspec.evaluation.records import RecordFile
@@ -79,6 +80,12 @@ class Enough(Exception):
     """Nothing is compiled."""
 
 
+def compile_for(job: Job, sets: ProblemSets) -> None:
+    program.compile_evaluator(
+        job.config, job.step, job.tokenizer, sets, SetScorers((Scorer(),)), job.say
+    )
+
+
 def asking(job: Job, monkeypatch: pytest.MonkeyPatch) -> Step:
     """The step by which evaluations of a job would be answered."""
     found: list[Step] = []
@@ -90,7 +97,7 @@ def asking(job: Job, monkeypatch: pytest.MonkeyPatch) -> Step:
     monkeypatch.setattr(program, "fit_step", enough)
     sets = load_sets(job.config, job.tokenizer)
     with pytest.raises(Enough):
-        program.compile_evaluator(job, sets, SetScorers((Scorer(),)))
+        compile_for(job, sets)
     return found[0]
 
 
@@ -116,7 +123,7 @@ def test_settings_of_evaluations_are_judged_like_those_of_runs() -> None:
     assert config.rollout.draft.max_draft_length >= 2
     sets = load_sets(config, job.tokenizer)
     with pytest.raises(ConfigError, match=r"evaluations: .*max_new_tokens 2: a draft must be sh"):
-        program.compile_evaluator(job, sets, SetScorers((Scorer(),)))
+        compile_for(job, sets)
 
 
 def test_sets_that_do_not_go_together_are_refused() -> None:
@@ -154,7 +161,7 @@ def test_what_a_run_was_trained_on_is_not_needed_for_other_sets() -> None:
 
 def test_a_learned_draft_needs_weights() -> None:
     config = ResolvedConfig()
-    with pytest.raises(ConfigError, match=r"kind eagle3 has weights, .* ngram or none"):
+    with pytest.raises(ConfigError, match=r"kind eagle3 needs weights, .* ngram or none"):
         require_draft_weights(config, None)
     require_draft_weights(config, run_of())
     require_draft_weights(
@@ -165,11 +172,11 @@ def test_a_learned_draft_needs_weights() -> None:
 def test_a_folder_belongs_to_what_has_answered_there(tmp_path: Path) -> None:
     def claimed(**changes: Any) -> None:
         config = tiny_config(tiny_model(vocab=24, dtype="float32"), **changes)
-        claim_folder(make_job(config, small_mesh()), tmp_path, None)
+        claim_folder(config, small_mesh(), tmp_path, None)
 
     claimed(seed=1)
     claimed(seed=2)  # the first has answered nothing
     RecordFile(tmp_path, 0).append_records(0, [{"set": "a", "problem": 0}])
-    claimed(seed=2, staged=True)
+    claimed(seed=2, schedule=ScheduleConfig(kind="staged"))
     with pytest.raises(ConfigError, match=r"another evaluation: config\.seed: 2 -> 3\."):
         claimed(seed=3)

@@ -28,6 +28,7 @@ from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import ModelSpec
+from jaxspec.rollout.settings import Settings
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.start import empty_history
 from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
@@ -185,7 +186,7 @@ def test_the_best_checkpoint_is_known_by_its_metric(
         config = dataclasses.replace(
             CONFIG, eval=dataclasses.replace(CONFIG.eval, keep_best=metric)
         )
-        return Evaluations(dataclasses.replace(job, config=config), evaluator, unasked, tmp_path)
+        return Evaluations(config, evaluator, unasked, tmp_path, job.say)
 
     with pytest.raises(ConfigError, match=r"keep_best is 'sums/avg@8', .* sums/avg@4, sums/pass@2"):
         made("sums/avg@8")
@@ -212,7 +213,7 @@ def test_a_resumed_run_keeps_the_records_that_it_will_not_make_again(
     job: Job, evaluator: Evaluator, tmp_path: Path
 ) -> None:
     """The batch that is pending: its evaluation is in its line, or is made once more."""
-    evaluations = Evaluations(job, evaluator, unasked, tmp_path)
+    evaluations = Evaluations(job.config, evaluator, unasked, tmp_path, job.say)
     state, finished = (
         jax.eval_shape(job.step.init_random_state),
         job.step.empty_scored_rollout(PROMPTS * GROUP),
@@ -251,12 +252,19 @@ def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> 
     assert (alone.batch.prompts, alone.batch.group_size) == (16, 1)
 
 
+def evaluation_settings(job: Job, config: ResolvedConfig) -> Settings:
+    step = build_evaluation_step(
+        evaluation_config(config, 1), job.config.rollout.stop, job.step, job.tokenizer
+    )
+    return step.generator.settings
+
+
 def test_an_evaluation_samples_as_it_says(job: Job) -> None:
     """The recipe of a model card beside a run that samples otherwise, and back."""
     recipe = EvalConfig(temperature=0.6, top_k=20, top_p=0.95, min_new_tokens=2, stop=("#",))
     trained = dataclasses.replace(CONFIG.rollout, top_k=5, min_new_tokens=4, stop=("=",))
     config = dataclasses.replace(CONFIG, rollout=trained, eval=recipe)
-    settings = build_evaluation_step(job, evaluation_config(config, 1)).generator.settings
+    settings = evaluation_settings(job, config)
     processing = settings.processing
     assert (processing.temperature, processing.top_k, processing.top_p) == (0.6, 20, 0.95)
     assert processing.min_new_tokens == 2
@@ -270,7 +278,7 @@ def test_an_evaluation_samples_as_it_says(job: Job) -> None:
         assert table is not None
         assert table(jnp.zeros(2, jnp.int32), block)[0].tolist() == stops
     freed = dataclasses.replace(config, eval=EvalConfig(top_k=0, min_new_tokens=0, stop=()))
-    settings = build_evaluation_step(job, evaluation_config(freed, 1)).generator.settings
+    settings = evaluation_settings(job, freed)
     assert (settings.processing.top_k, settings.processing.min_new_tokens) == (0, 0)
     assert settings.stop is None
 
@@ -282,7 +290,7 @@ def test_an_evaluation_ends_with_the_special_tokens_that_it_names(job: Job) -> N
     assert tokenizer.stop_ids == (1, 0)
     config = dataclasses.replace(CONFIG, rollout=trained, eval=EvalConfig(stop=("<unk>",)))
     run = dataclasses.replace(job, config=config, tokenizer=tokenizer)
-    settings = build_evaluation_step(run, evaluation_config(config, 1)).generator.settings
+    settings = evaluation_settings(run, config)
     assert settings.processing.stop_ids == (1, 3)
     assert settings.stop is None
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jaxspec.config import presets
-from jaxspec.hf.eagle3_config import HeadFormat, head_config_json, parse_head_config
+from jaxspec.hf.eagle3_config import parse_head_config
+from jaxspec.hf.eagle3_json import HeadFormat, head_config_json
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec, RopeSpec
 from jaxspec.models.eagle3 import llama_head_spec

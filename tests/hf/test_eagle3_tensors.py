@@ -11,7 +11,8 @@ import pytest
 
 from jaxspec.drafts.mtp import find_mtp_layers, mtp_arrays
 from jaxspec.hf.draft_tensors import replace_leaves
-from jaxspec.hf.eagle3_config import HeadFormat, head_config_json, parse_head_config
+from jaxspec.hf.eagle3_config import parse_head_config
+from jaxspec.hf.eagle3_json import HeadFormat, head_config_json
 from jaxspec.hf.eagle3_tensors import head_arrays, normalize_names, reconcile_with_tensors
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.base import PLAIN
 from jaxspec.drafts.lookup import ngram_draft, prefer_lookup
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts
 from tests.conftest import eagle3, no_history, tiny_network
@@ -81,7 +83,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     )
     policy = load(tmp_path, dtype="float64")
     draft = prefer_lookup(ngram_draft(3, "vllm", 1, 3), recurrent_draft(3, (1, 2, 3)))
-    settings = Settings(1, NEW, Processing(stop_ids=(end,), temperature=0.0), None)
+    settings = Settings(1, NEW, Processing(stop_ids=(end,), temperature=0.0), Matching())
     found = compiled(draft, settings)((policy, tiny_network(eagle3, policy.config, 2)), prompts)
     for row, length in enumerate(LENGTHS):
         wanted, gap = theirs(model, rows[row], end)
@@ -100,8 +102,8 @@ def test_a_thousand_coupled_tokens_are_those_of_plain_decoding(tmp_path: Path) -
     """With a head of three drafts a round, in every bit."""
     make("qwen3", tmp_path, max_position_embeddings=2048)
     policy, prompts = load(tmp_path, dtype="float64"), prompts_of((3, 7))
-    settings = Settings(2, 1000, Processing(), None)
-    plain = compiled(None, settings)((policy, None), prompts)
+    settings = Settings(2, 1000, Processing(), Matching())
+    plain = compiled(PLAIN, settings)((policy, None), prompts)
     found = compiled(recurrent_draft(3, (1, 2, 3)), settings)(
         (policy, tiny_network(eagle3, policy.config, 2)), prompts
     )

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.hf.eagle3_tensors import vocabulary_ids
+from jaxspec.hf.eagle3_vocabulary import vocabulary_ids
 from jaxspec.inputs.checked import ConfigError
 
 IDS = np.array([0, 2, 3, 7, 8, 10])

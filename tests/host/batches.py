@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from jaxspec.data.problems import ProblemSets
+from jaxspec.data.scoring import Judge, make_scorers
 from jaxspec.host.job import Job
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
@@ -15,5 +16,6 @@ class Batches(NamedTuple):
 
 
 def batches_of(job: Job, sets: ProblemSets, scorers: SetScorers | None = None) -> Batches:
-    source = PromptSource(job, sets)
-    return Batches(source, RolloutScorer(job, source, scorers))
+    source = PromptSource(sets, job.step.generator, job.config.batch.prompts, job.tokenizer.pad_id)
+    judge = Judge(scorers or make_scorers(job.config), job.tokenizer, source.group_size)
+    return Batches(source, RolloutScorer(job.config, job.step, source, judge, job.say))

@@ -1,5 +1,6 @@
 """Folders that runs leave, and jobs whose lines are kept, for the tests of a run's folder."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -48,6 +49,11 @@ def begun(
             (folder / "checkpoints" / str(number)).mkdir()
 
 
+def lock_of(job: Job) -> contextlib.AbstractContextManager[Path]:
+    """Locks the folder of a job."""
+    return workdir.lock_workdir(job.config, job.say)
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {
         str(file.relative_to(folder)): file.read_bytes()
@@ -59,7 +65,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def refusal(job: Job) -> str:
     """What holding the folder is refused with; nothing in it may have changed."""
     before = content(Path(job.config.workdir))
-    with pytest.raises(ConfigError) as refused, workdir.lock_workdir(job):
+    with pytest.raises(ConfigError) as refused, lock_of(job):
         pass
     assert content(Path(job.config.workdir)) == before
     assert "\n" not in str(refused.value)

@@ -75,11 +75,8 @@ def restored(run: Path, **changes: Any) -> RolloutWeights:
     rollout = dataclasses.replace(
         CONFIG.rollout, draft=dataclasses.replace(CONFIG.rollout.draft, **changes)
     )
-    return restore_weights(
-        find_run(str(run)),
-        make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1)),
-        2,
-    )
+    job = make_job(dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig()), small_mesh(1))
+    return restore_weights(find_run(str(run)), job.config, job.step, 2)
 
 
 class TestFindRun:
@@ -172,11 +169,12 @@ class TestRestore:
 
     def test_weights_that_do_not_fit_the_config_are_named_with_a_remedy(self, run: Path) -> None:
         edited = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, ffn=32))
+        step = make_job(edited, small_mesh(1)).step
         with pytest.raises(
             ConfigError,
             match=r"/12 was written by another config: .*float32\[4, 24, 16\].*config\.json back",
         ) as caught:
-            restore_weights(SavedRun(run, 12, edited), make_job(edited, small_mesh(1)), 2)
+            restore_weights(SavedRun(run, 12, edited), edited, step, 2)
         assert "--workdir" not in str(caught.value)
 
 
@@ -186,7 +184,8 @@ def test_answers_end_with_the_stop_strings_of_the_run(run: Path) -> None:
         rollout = dataclasses.replace(CONFIG.rollout, stop=stop)
         config = dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig())
         job = make_job(config, small_mesh(1))
-        loaded = LoadedRun(job, restore_weights(find_run(str(run)), job, 2), 2)
+        weights = restore_weights(find_run(str(run)), config, job.step, 2)
+        loaded = LoadedRun(job.step, job.tokenizer.pad_id, weights, 2)
         rows = [], []
         for given in loaded.generate_rounds(encode_prompt("3+4=", config, job.tokenizer)):
             if isinstance(given, PromptAnswer):

@@ -90,7 +90,7 @@ def file_of() -> Path:
     config = tiny_config(
         MODEL, rollout=RolloutConfig(draft=DraftConfig(draft_length="auto", vocab=8))
     )
-    return round_cost._cost_file(build_step(config, small_mesh(1), (), MODEL.vocab).generator, 5)
+    return round_cost.cost_file(build_step(config, small_mesh(1), (), MODEL.vocab).generator, 5)
 
 
 def test_another_process_finds_the_costs(folder: Path) -> None:

@@ -20,6 +20,7 @@ from jaxspec.config.settings import (
 from jaxspec.data.problem_source import Problem, Problems
 from jaxspec.data.problems import load_problems, load_sets
 from jaxspec.host.job import Job, make_job
+from jaxspec.host.scoring import ScoringResult, outcome_metric
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rewards.outcome import Outcome, Scores
 from jaxspec.rewards.scorer import PendingScores, RewardInputs, Scorer, SetScorers
@@ -98,11 +99,16 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     assert scored.differing_groups.tolist() == [True, False, *[True] * 6]
     np.testing.assert_array_equal(scored.scored.rewards, wanted)
     np.testing.assert_array_equal(scored.scored.valid, np.array(status) != FAILED)
-    assert scored.reward == pytest.approx(7 / 15)
+    assert scored.metrics["reward/mean"] == pytest.approx(7 / 15)
     assert scored.metrics["reward/std"] == pytest.approx((7 / 15 * 8 / 15) ** 0.5)
-    assert scored.outcomes["reward/correct"] == pytest.approx(7 / 15)
-    assert sum(scored.outcomes.values()) == pytest.approx(1)
+    assert scored.metrics["reward/correct"] == pytest.approx(7 / 15)
+    assert sum(shares(scored)) == pytest.approx(1)
     assert bool(scored.scored.learn)
+
+
+def shares(scored: ScoringResult) -> list[float]:
+    """Shares of the outcomes."""
+    return [scored.metrics[outcome_metric(outcome)] for outcome in Outcome]
 
 
 class Fails(Scorer):
@@ -129,9 +135,9 @@ def test_rows_that_nothing_is_known_of_are_left_out_and_counted(
     valid = np.arange(len(responses)) != 3
     np.testing.assert_array_equal(scored.scored.valid, valid)
     np.testing.assert_array_equal(scored.scored.rewards, valid.astype(np.float32))
-    assert scored.reward == 1
-    assert scored.outcomes["reward/error"] == pytest.approx(1 / 16)
-    assert sum(scored.outcomes.values()) == pytest.approx(1)
+    assert scored.metrics["reward/mean"] == 1
+    assert scored.metrics["reward/error"] == pytest.approx(1 / 16)
+    assert sum(shares(scored)) == pytest.approx(1)
     assert (
         "reward is known of 1 of 16 responses, which are left out: asked to"
         in capsys.readouterr().out
@@ -174,11 +180,11 @@ def test_rows_that_ended_are_judged_while_others_still_generate(job: Job) -> Non
     early = [row for row in range(len(responses)) if row not in (0, 2, 5, 15)]
     assert scorer.begun == [[responses[row] for row in rows] for rows in (early, [0, 2, 15], [5])]
     np.testing.assert_array_equal(scored.scored.rewards, wanted.scored.rewards)
-    assert scored.outcomes == wanted.outcomes
+    assert scored.metrics == wanted.metrics
     assert scored.samples == wanted.samples
     again = batches.scorer.score_training(0, answered(job, batches, responses, status))
     assert len(scorer.begun[-1]) == len(responses), "the next rollout begins anew"
-    assert again.outcomes == wanted.outcomes
+    assert again.metrics == wanted.metrics
 
 
 def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
@@ -196,8 +202,8 @@ def test_long_answers_lose_reward_and_cut_ones_are_not_read(job: Job) -> None:
     wanted = np.zeros(len(responses))
     wanted[[3, 5]] = [-0.5, -1]
     np.testing.assert_allclose(scored.scored.rewards, wanted, atol=1e-6)
-    assert scored.reward == 0
-    assert scored.outcomes["reward/overlong"] == pytest.approx(-1.5 / 16)
+    assert scored.metrics["reward/mean"] == 0
+    assert scored.metrics["reward/overlong"] == pytest.approx(-1.5 / 16)
     assert np.asarray(scored.scored.valid).all()
     for finished in (scored.scored, batches.scorer.plan_micro_batches(scored.scored)):
         plan = finished.plan
@@ -248,7 +254,7 @@ def test_where_every_row_failed_there_is_no_reward_rather_than_one_of_zero(
     scored = batches.scorer.score_training(
         0, answered(job, batches, ["#1"] * PROMPTS * GROUP, [FAILED] * PROMPTS * GROUP)
     )
-    assert np.isnan([scored.reward, *scored.outcomes.values()]).all()
+    assert [*scored.metrics] == ["reward/frac_zero_std"]
     assert not np.asarray(scored.scored.valid).any()
 
 

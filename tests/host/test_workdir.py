@@ -17,7 +17,7 @@ from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import answering_config, small_mesh
-from tests.host.run_folders import Listening, begun, job_of, refusal
+from tests.host.run_folders import Listening, begun, job_of, lock_of, refusal
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ class TestNothingIsErased:
     ) -> None:
         here = job_of(job, tmp_path)
         begun(tmp_path, here.config, batches=9)
-        with workdir.lock_workdir(here):
+        with lock_of(here):
             assert [
                 "starting over" in line and "metrics of 9 batches" in line for line in here.told
             ] == [True]
@@ -118,7 +118,7 @@ class TestNothingIsErased:
                 batches=0 if checkpoints is None else 5,
                 checkpoints=checkpoints,
             )
-            with workdir.lock_workdir(here):
+            with lock_of(here):
                 assert here.told == []
 
 
@@ -227,7 +227,7 @@ def test_the_engine_that_a_run_chose_is_taken_again(
     written["rollout"]["engine"] |= dict(zip(("slots", "page_size", "pages"), saved, strict=True))
     (tmp_path / "config.json").write_text(json.dumps(written))
     started_on(tmp_path, "cpu")
-    with workdir.lock_workdir(resumed):  # it is the same run whatever its engine's sizes
+    with lock_of(resumed):  # it is the same run whatever its engine's sizes
         taken = workdir.restore_sizes(resumed, tmp_path)
     assert taken.step.sizes[1:] == found
     engine = taken.config.rollout.engine
@@ -264,8 +264,9 @@ class TestWhatItBeganWith:
 
     def started(self, here: Listening, saved: bool = True) -> list[str]:
         """A start that has got as far as its first checkpoint; what it said."""
-        with workdir.lock_workdir(here) as folder:
-            starts.record_start(here, folder, starts.report_start(here, folder))
+        with lock_of(here) as folder:
+            record = starts.report_start(here.config, here.mesh, folder, here.say)
+            starts.record_start(here.config, folder, record)
             if saved:
                 (folder / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
         return here.told

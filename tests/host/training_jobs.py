@@ -19,7 +19,6 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.host.job import Job, make_job
-from jaxspec.preparation import draft_training
 from jaxspec.preparation import policy as warm_start
 from jaxspec.preparation.draft import get_or_train_draft
 from jaxspec.preparation.draft_data import read_training_text
@@ -91,16 +90,14 @@ def a_job(
 
 
 def trained_draft(job: Job, interrupt: Interrupt) -> Path:
-    return get_or_train_draft(
-        job, interrupt, read_training_text(job.config, job.tokenizer, job.say)
-    )
+    text = read_training_text(job.config, job.tokenizer, job.say)
+    return get_or_train_draft(job.config, job.step, job.tokenizer, text, interrupt, job.say)
 
 
 def always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training is kept after every step."""
-    for module in (draft_training, warm_start):
-        monkeypatch.setattr(module, "KEEP_SECONDS", 0.0)
-        monkeypatch.setattr(module, "KEEP_COST", 0.0)
+    monkeypatch.setattr(warm_start, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(warm_start, "KEEP_COST", 0.0)
 
 
 def same_bits(one: Any, other: Any) -> bool:

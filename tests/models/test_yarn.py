@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.hf.policy_config import parse_rope
+from jaxspec.hf.rope_config import parse_rope
 from jaxspec.inputs.json_keys import JsonObject
 from jaxspec.inputs.spec import ModelSpec, RopeSpec
 from jaxspec.models.decoder import Decoder

@@ -6,7 +6,7 @@ The tests are of pure functions, or run a network of one layer at most.
 from tests.mutants.mutant import Mutant
 
 REWARDS = "test_step_rewards.py"
-MICRO = "rl/test_micro_batch.py"
+MICRO = "rl/test_accumulate.py"
 BUILD = "test_build.py"
 MUTANTS = [
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         "-",
         "texts are counted over the batch instead of the mini-batch",
-        "rl/micro_batch.py",
+        "rl/objective.py",
         "text_count = jnp.sum(is_read & (labels > 0), dtype=dtype)",
         "text_count = jnp.sum(labels > 0, dtype=dtype)",
         f"{MICRO}::test_the_loss_of_a_mini_batch_is_that_written_out",
@@ -44,7 +44,7 @@ MUTANTS = [
     Mutant(
         "-",
         "labels of a mini-batch are counted over the batch",
-        "rl/micro_batch.py",
+        "rl/objective.py",
         "label_count = jnp.sum(jnp.where(is_read, labels, 0))",
         "label_count = jnp.sum(labels)",
         f"{MICRO}::test_counts_are_of_the_mini_batch",
@@ -52,15 +52,15 @@ MUTANTS = [
     Mutant(
         "-",
         "answers are weighed by their positions instead of their labels",
-        "rl/micro_batch.py",
-        "labels = count_labels(batch.loss_mask, accum_dtype)[row]",
-        "labels = read_lengths(batch.loss_mask).astype(accum_dtype)[row]",
+        "rl/objective.py",
+        "label_counts = count_labels(batch.loss_mask, accum_dtype)[row]",
+        "label_counts = read_lengths(batch.loss_mask).astype(accum_dtype)[row]",
         f"{MICRO}::test_the_loss_of_a_mini_batch_is_that_written_out",
     ),
     Mutant(
         "-",
         "the minimum length is ignored in passes for logprobs",
-        "rl/micro_batch.py",
+        "rl/objective.py",
         "chunk_inputs = forward.hidden, pack.labels, count_response_tokens(pack)",
         "chunk_inputs = forward.hidden, pack.labels, count_response_tokens(pack) + 1000",
         f"{MICRO}::test_logprobs_of_a_pass_ban_end_tokens_until_the_minimum_length",

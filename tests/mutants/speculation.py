@@ -16,9 +16,9 @@ MUTANTS = [
     Mutant(
         "1",
         "the draft's noise is used again for the residual",
-        "rollout/round.py",
-        "sampling.Uniforms(draws[:, length]))",
-        "sampling.Uniforms(draws[:, 0]))",
+        "rollout/verification/modes.py",
+        "next=sampling.Uniforms(draws[:, length]))",
+        "next=sampling.Uniforms(draws[:, 0]))",
         f"{LAW}[eagle3, block, 2, sample]",
     ),
     Mutant(
@@ -57,9 +57,9 @@ MUTANTS = [
         "6",
         "processors see the start of the block at all its positions",
         "rollout/round.py",
-        "return block_positions(round_start.lengths - round_start.prompt_lengths, count)",
-        "return block_positions(round_start.lengths - round_start.prompt_lengths, count) * 0"
-        " + (round_start.lengths - round_start.prompt_lengths)[:, None]",
+        "return block_positions(self.lengths - self.prompt_lengths, count)",
+        "return block_positions(self.lengths - self.prompt_lengths, count) * 0"
+        " + (self.lengths - self.prompt_lengths)[:, None]",
         f"{LAW}[eagle3, block, 3, at (0.7,), truncated]",
     ),
     Mutant(
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "8",
         "the round is not in the keys of its coins",
-        "rollout/round.py",
+        "rollout/verification/modes.py",
         "coins, draws = numbers[:, :length],",
         "coins, draws = sampling.uniform_numbers(keys, 0 * lengths[:, None], length, dtype)[:, 0],",
         f"{SAMPLED}[block, opposite, 3]",
@@ -125,8 +125,9 @@ MUTANTS = [
         "13",
         "a block may run past the length limit",
         "rollout/commit.py",
-        "count = jnp.where(running, jnp.minimum(count_to_end, room), 0)",
-        "count = jnp.where(running, count_to_end, 0)\n    room = jnp.maximum(room, count)",
+        "count = jnp.where(active_slots(state), jnp.minimum(count_to_end, room), 0)",
+        "count = jnp.where(active_slots(state), count_to_end, 0)\n"
+        "    room = jnp.maximum(room, count)",
         CUTS,
     ),
     Mutant(
@@ -180,7 +181,7 @@ MUTANTS = [
     Mutant(
         "-",
         "block coins are keyed by absolute position",
-        "rollout/round.py",
+        "rollout/verification/modes.py",
         "coins, draws = numbers[:, :length],",
         "coins, draws = sampling.uniform_numbers(keys, block_positions(lengths, length), 1,"
         " dtype)[:, :, 0],",
@@ -189,7 +190,7 @@ MUTANTS = [
     Mutant(
         "-",
         "drafts are drawn with noise keyed by absolute position",
-        "rollout/round.py",
+        "rollout/verification/modes.py",
         "sampling.Uniforms(draws[:, :length])",
         "sampling.Uniforms(sampling.uniform_numbers(keys, block_positions(lengths, length),"
         " length + levels, dtype)[:, :, length:])",
@@ -280,7 +281,7 @@ MUTANTS = [
     Mutant(
         "-",
         "plain rounds in a row share their noise",
-        "rollout/round.py",
+        "rollout/verification/modes.py",
         "uniforms = sampling.Uniforms(sampling.uniform_numbers(keys, lengths[:, None], levels,"
         " dtype))",
         "uniforms = sampling.Uniforms(sampling.uniform_numbers(keys, 0 * lengths[:, None], levels,"
@@ -314,16 +315,16 @@ MUTANTS = [
     Mutant(
         "-",
         "the fast form gives tokens that the draft does not have a draft's probability",
-        "rollout/verification/fused.py",
-        "return draft_probs if indices is None else jnp.where(indices < 0, 0, draft_probs)",
-        "return draft_probs",
+        "rollout/verification/vocabulary.py",
+        "return jnp.where(self.indices < 0, 0, values)",
+        "return values",
         TWINS,
     ),
     Mutant(
         "-",
         "the fast form reads draft tokens as the target's",
         "rollout/verification/fused.py",
-        "return indices if ids is None else ids[indices]",
+        "return make_vocabulary(ids, vocab).find_ids(indices)",
         "return indices",
         f"{LAW}[eagle3 small, block, 3, sample, fused]",
     ),
@@ -331,8 +332,8 @@ MUTANTS = [
         "-",
         "the fast form draws the residual without its weight",
         "rollout/verification/fused.py",
-        "weighted = log_weight[:, None] + _target_logprobs_at(block, summaries, accepted, tokens)",
-        "weighted = _target_logprobs_at(block, summaries, accepted, tokens)",
+        "weighted = log_weight[:, None] + target",
+        "weighted = target",
         f"{ONE_ROUND}[fused by ids-3-3-block-no zeros]",
     ),
     Mutant(

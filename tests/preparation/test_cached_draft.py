@@ -18,11 +18,9 @@ from jaxspec.config.settings import (
 )
 from jaxspec.data.problems import load_sets
 from jaxspec.host import round_cost
-from jaxspec.host.job import Job
 from jaxspec.models.decoder import Decoder
 from jaxspec.preparation import draft, draft_training
 from jaxspec.preparation.draft import ACCEPTANCE
-from jaxspec.preparation.draft_data import TextRows
 from jaxspec.preparation.policy import policy_key
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.storage.cache import read_sources
@@ -79,15 +77,15 @@ class TestCachedDraft:
         job = a_job(offline=OfflineConfig(samples=12, rows=4, steps=1, text=str(path)))
         trained, measured = [], []
 
-        def remember_training(job: Job, policy: Any, rows: TextRows, *rest: Any) -> Any:
-            trained.append(rows)
-            return tiny_network(eagle3, job.config.model)
+        def remember_training(config: Any, step: Any, policy: Any, texts: Any, *_: Any) -> Any:
+            trained.append(texts.rows)
+            return tiny_network(eagle3, config.model)
 
         monkeypatch.setattr(draft, "train_draft", remember_training)
         monkeypatch.setattr(
             draft,
             "measure_acceptance",
-            lambda job, policy, network, held_out: measured.append(held_out) or [0.5],
+            lambda *arguments: measured.append(arguments[-1]) or [0.5],
         )
         with Interrupt() as interrupt:
             trained_draft(job, interrupt)
@@ -107,11 +105,12 @@ class TestCachedDraft:
     ) -> None:
         job = a_job(offline=OfflineConfig(samples=8, rows=4, steps=1))
         monkeypatch.setattr(
-            draft, "train_draft", lambda job, *_: tiny_network(eagle3, job.config.model)
+            draft, "train_draft", lambda config, *_: tiny_network(eagle3, config.model)
         )
         monkeypatch.setattr(draft, "measure_acceptance", lambda *_: [0.5])
         cache.mkdir()
-        (cache / f"{draft._draft_key(job, None)}.partial").write_text("no folder")
+        key = draft._draft_key(job.config, job.step.learner.processing, None)
+        (cache / f"{key}.partial").write_text("no folder")
         with Interrupt() as interrupt:
             assert trained_draft(job, interrupt).exists()
         assert not list(cache.glob("*.partial"))
@@ -123,8 +122,8 @@ class TestCachedDraft:
         # every name matches a file
         assert all(
             [
-                policy_key(job),
-                draft._draft_key(job, None),
+                policy_key(job.config),
+                draft._draft_key(job.config, job.step.learner.processing, None),
                 round_cost._cost_key(job.step.generator, 6),
             ]
         )
@@ -149,13 +148,13 @@ class TestCachedDraft:
         job = a_job(rollout=rollout, offline=OfflineConfig(samples=24, rows=8, steps=2))
         policy = tiny_network(Decoder, job.config.model)
         policy = with_weights(policy, embedding=policy.embedding[...].at[seven].set(np.nan))
-        monkeypatch.setattr(draft, "load_policy", lambda job, interrupt: policy)
+        monkeypatch.setattr(draft, "load_policy", lambda *_: policy)
         trained = []
         plain = draft.train_draft
 
-        def remember(job: Job, policy: Any, rows: TextRows, *rest: Any) -> Any:
-            trained.append(rows)
-            return plain(job, policy, rows, *rest)
+        def remember(config: Any, step: Any, policy: Any, texts: Any, *rest: Any) -> Any:
+            trained.append(texts.rows)
+            return plain(config, step, policy, texts, *rest)
 
         monkeypatch.setattr(draft, "train_draft", remember)
         with Interrupt() as interrupt:
@@ -179,8 +178,8 @@ class TestCachedDraft:
     ) -> None:
         text = tmp_path / "corpus.jsonl"
 
-        def build(job: Job, interrupt: Interrupt, text: Any, partial: Path, folder: Path) -> None:
-            (folder / "weights.npz").write_bytes(b"")
+        def build(*arguments: Any) -> None:
+            (arguments[5] / "weights.npz").write_bytes(b"")
 
         monkeypatch.setattr(draft, "build_draft", build)
 

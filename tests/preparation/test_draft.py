@@ -9,24 +9,31 @@ import numpy as np
 import pytest
 
 from jaxspec.data.arithmetic import SftBatch
+from jaxspec.host.job import Job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import replicated_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
 from jaxspec.preparation import draft_data, draft_training
+from jaxspec.preparation import policy as warm_start
 from jaxspec.preparation.draft_data import (
     TextRows,
+    abstract_responses,
     compute_states,
+    make_responder,
     rows_from_sft,
     should_keep_states,
 )
 from jaxspec.preparation.draft_training import (
+    DraftTexts,
     acceptance_lengths,
     collect_responses,
     measure_acceptance,
     train_draft,
 )
-from jaxspec.rl.train_batch import read_lengths
+from jaxspec.rl.objective import FrozenPolicy
+from jaxspec.rl.train_batch import PolicyStates, read_lengths
+from jaxspec.state import PyTree
 from jaxspec.storage.cache import save_tree
 from tests.conftest import small_mesh, tiny_network
 from tests.host.training_jobs import VOCAB, Killed, Seen, a_job, always_kept, same_bits
@@ -42,6 +49,36 @@ def random_rows(count: int, seed: int = 0) -> TextRows:
     return rows_from_sft(SftBatch(tokens, starts, lengths))
 
 
+def trained(
+    job: Job,
+    policy: Decoder,
+    rows: TextRows,
+    folder: Path,
+    progress: Seen,
+    states: PolicyStates | None = None,
+) -> PyTree:
+    texts = DraftTexts(rows, states)
+    return train_draft(job.config, job.step, policy, texts, folder, progress)
+
+
+def states_of(job: Job, policy: Decoder, rows: TextRows, progress: Seen) -> PolicyStates:
+    learner = job.step.learner.for_supervised_texts(FrozenPolicy(), micro_tokens=24)
+    return compute_states(learner, policy, rows, job.config.offline.rows, progress)
+
+
+def collected(
+    job: Job, policy: Decoder, numbers: list[int], folder: Path, progress: Seen
+) -> dict[int, TextRows]:
+    generator = job.step.generator
+    return collect_responses(
+        lambda: make_responder(job.config, generator, job.tokenizer, policy),
+        abstract_responses(job.config, generator.mesh),
+        numbers,
+        folder,
+        progress,
+    )
+
+
 class TestTrain:
     @pytest.mark.parametrize(
         ("kind", "draft"),
@@ -55,8 +92,8 @@ class TestTrain:
     ) -> None:
         job, rows = a_job(kind, draft=draft), random_rows(13)
         policy = tiny_network(Decoder, job.config.model)
-        monkeypatch.setattr(draft_training, "KEEP_SECONDS", float("inf"))
-        whole = train_draft(job, policy, rows, tmp_path, Seen())
+        monkeypatch.setattr(warm_start, "KEEP_SECONDS", float("inf"))
+        whole = trained(job, policy, rows, tmp_path, Seen())
         assert not list(tmp_path.iterdir())
         always_kept(monkeypatch)
         keeps = iter([True, True, False, False])  # the last steps before the kill are lost
@@ -67,25 +104,25 @@ class TestTrain:
             lambda file, tree: original(file, tree) if next(keeps, True) else None,
         )
         with pytest.raises(Killed):
-            train_draft(job, policy, rows, tmp_path, Seen(dies_at=4))
+            trained(job, policy, rows, tmp_path, Seen(dies_at=4))
         (tmp_path / "learner.npz.tmp").write_bytes(b"half a file")
         seen = Seen()
-        resumed = train_draft(job, policy, rows, tmp_path, seen)
+        resumed = trained(job, policy, rows, tmp_path, seen)
         assert seen.steps == [3, 4, 5, 6]
         assert same_bits(whole, resumed)
-        again = train_draft(job, policy, rows, tmp_path, Seen())
+        again = trained(job, policy, rows, tmp_path, Seen())
         assert same_bits(whole, again)  # nothing left to do
         kept = tmp_path / "learner.npz"
         kept.write_bytes(kept.read_bytes()[:-100])
         seen = Seen()
-        assert same_bits(whole, train_draft(job, policy, rows, tmp_path, seen))
+        assert same_bits(whole, trained(job, policy, rows, tmp_path, seen))
         assert seen.steps == [1, 2, 3, 4, 5, 6]
         assert [str(kept) in line and "made anew" in line for line in seen.said] == [True]
 
     def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path: Path) -> None:
         job = a_job(draft={"vocab": 12})
         rows = TextRows(np.full((4, 12), 17, np.int32), np.full((4, 12), True))
-        network = train_draft(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
+        network = trained(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
         assert network.vocabulary[...].tolist() == [*range(11), 17]  # the end token is 1
 
 
@@ -95,7 +132,7 @@ class TestStates:
         job, rows = a_job(shards=shards), random_rows(13)
         policy = tiny_network(Decoder, job.config.model)
         seen = Seen()
-        states = compute_states(job, policy, rows, 24, seen)
+        states = states_of(job, policy, rows, seen)
         assert seen.steps[-1] == len(states.hidden) == 13
         for row, length in enumerate(read_lengths(rows.mask)):
             _, hidden, boundaries = numpy_decoder(policy, rows.tokens[row, :length])
@@ -118,12 +155,12 @@ class TestStates:
     ) -> None:
         job, rows = a_job(kind, shards=2), random_rows(13)
         policy = tiny_network(Decoder, job.config.model)
-        direct = train_draft(job, policy, rows, tmp_path / "direct", Seen())
-        states = compute_states(job, policy, rows, 24, Seen())
+        direct = trained(job, policy, rows, tmp_path / "direct", Seen())
+        states = states_of(job, policy, rows, Seen())
         # one that would teach something else, but for its embedding and its head
         other = tiny_network(Decoder, job.config.model, 5)
         other.embedding, other.head = policy.embedding, policy.head
-        taught = train_draft(job, other, rows, tmp_path / "kept", Seen(), states=states)
+        taught = trained(job, other, rows, tmp_path / "kept", Seen(), states)
         for one, two in zip(jax.tree.leaves(direct), jax.tree.leaves(taught), strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
 
@@ -131,11 +168,12 @@ class TestStates:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         job = a_job()  # 6 updates of 4 rows
-        assert should_keep_states(job, random_rows(23))
-        assert not should_keep_states(job, random_rows(24))
+        config, learner = job.config, job.step.learner
+        assert should_keep_states(config, learner, random_rows(23))
+        assert not should_keep_states(config, learner, random_rows(24))
         monkeypatch.setattr(draft_data, "MAX_STATE_BYTES", 8 * 12 * 4 * 4 * job.config.model.embed)
-        assert should_keep_states(job, random_rows(8))
-        assert not should_keep_states(job, random_rows(9))
+        assert should_keep_states(config, learner, random_rows(8))
+        assert not should_keep_states(config, learner, random_rows(9))
 
 
 class TestKept:
@@ -187,17 +225,17 @@ class TestCollect:
         kept, killed = tmp_path / "kept", tmp_path / "killed"
         kept.mkdir()
         killed.mkdir()
-        whole = collect_responses(job, policy, [0, 1, 5], kept, Seen())
+        whole = collected(job, policy, [0, 1, 5], kept, Seen())
         with pytest.raises(Killed):
-            collect_responses(job, policy, [0, 1, 5], killed, Seen(dies_at=4))
+            collected(job, policy, [0, 1, 5], killed, Seen(dies_at=4))
         (killed / "responses-1.npz.tmp").write_bytes(b"half a file")
-        mixed = collect_responses(job, other, [0, 1, 5], killed, Seen())
+        mixed = collected(job, other, [0, 1, 5], killed, Seen())
         assert same_bits(mixed[0], whole[0])  # kept
         assert not same_bits(mixed[1], whole[1])  # sampled now, from the other policy
         damaged = killed / "responses-1.npz"
         damaged.write_bytes(damaged.read_bytes()[:-100])
         seen = Seen()
-        assert same_bits(collect_responses(job, other, [5, 1, 0], killed, seen), mixed)
+        assert same_bits(collected(job, other, [5, 1, 0], killed, seen), mixed)
         assert [str(damaged) in line and "made anew" in line for line in seen.said] == [True]
 
 
@@ -220,15 +258,16 @@ class TestMeasure:
                     for place in np.flatnonzero(mask)
                 ]
         assert len(overlaps) > 20
-        np.testing.assert_allclose(
-            measure_acceptance(job, policy, network, held_out), [np.mean(overlaps)], rtol=1e-4
-        )
+        acceptance = measure_acceptance(job.config, job.step.learner, policy, network, held_out)
+        np.testing.assert_allclose(acceptance, [np.mean(overlaps)], rtol=1e-4)
 
     def test_deeper_than_it_was_trained_or_is_used_and_each_depth_after_those_before(self) -> None:
         job = a_job("mtp")
         policy = tiny_network(Decoder, job.config.model)
         network = tiny_network(Mtp, job.config.model)
-        acceptance = measure_acceptance(job, policy, network, [random_rows(4)])
+        acceptance = measure_acceptance(
+            job.config, job.step.learner, policy, network, [random_rows(4)]
+        )
         assert len(acceptance) == draft_training.MIN_DEPTHS
         assert all(0 < share < 1 for share in acceptance)
 

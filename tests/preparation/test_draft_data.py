@@ -14,6 +14,7 @@ from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.preparation.draft_data import (
+    Responder,
     TextRows,
     batch_rows,
     coverage,
@@ -77,12 +78,16 @@ class TestSplit:
             OfflineConfig(samples=64, rows=64)
 
 
+def responder_of(job: Job, policy: Decoder) -> Responder:
+    return make_responder(job.config, job.step.generator, job.tokenizer, policy)
+
+
 class TestResponder:
     def test_the_training_prompts_are_answered_once_each_as_the_policy_would(self) -> None:
         job = a_job(rollout={"temperature": 0.0, "banned": (5, 6), "min_new_tokens": 2})
         policy = tiny_network(Decoder, job.config.model, scale=2.0)
         stream = load_sets(job.config, job.tokenizer).make_stream(job.config.seed)
-        respond = make_responder(job, policy)
+        respond = responder_of(job, policy)
         for number in (0, 3):
             batch = respond(number)
             for row, (tokens, start, end) in enumerate(zip(*batch, strict=True)):
@@ -113,16 +118,16 @@ class TestResponder:
         """Whatever lengths and pool are those of the run."""
         job = a_job(rollout=rollout)
         policy = tiny_network(Decoder, job.config.model)
-        respond = make_responder(job, policy)
+        respond = responder_of(job, policy)
         first, second = respond(1), respond(2)
-        again = make_responder(job, policy)(1)
+        again = responder_of(job, policy)(1)
         assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
         assert not np.array_equal(first.tokens[:, 6:], second.tokens[:, 6:])
 
     def test_a_response_that_failed_is_an_empty_one(self) -> None:
         """Rows whose prompt has a token with an embedding of NaN, which no response may have."""
         job = a_job(rollout={"banned": (SEVEN,)}, rows=8)
-        batch = make_responder(job, poisoned(job))(0)
+        batch = responder_of(job, poisoned(job))(0)
         hit = np.array(
             [
                 SEVEN in tokens[:start]

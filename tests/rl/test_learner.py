@@ -28,13 +28,15 @@ from jaxspec.config.settings import (
 )
 from jaxspec.host.programs import abstract_arguments
 from jaxspec.kernels import chunks
+from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast_floats
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.models.mtp import Mtp
 from jaxspec.rl import optimizers
-from jaxspec.rl.draft_objective import compute_draft_loss
+from jaxspec.rl.draft_objective import DraftObjective, compute_draft_loss
 from jaxspec.rl.losses import negative_log_likelihood
+from jaxspec.rl.objective import PolicyObjective
 from jaxspec.rl.train_batch import TrainBatch, build_text_batch, rows_to_pack
 from jaxspec.state import LearnerState
 from jaxspec.step import Step
@@ -189,7 +191,9 @@ def step_of(
     descent = {"policy_optimizer": optax.sgd(1.0), "draft_optimizer": optax.sgd(1.0)}
     return dataclasses.replace(
         step,
-        learner=step.learner.for_supervised_texts(negative_log_likelihood, **descent),
+        learner=step.learner.for_supervised_texts(
+            PolicyObjective(negative_log_likelihood), **descent
+        ),
     )
 
 
@@ -225,9 +229,7 @@ def learnt(
     assert after.draft is not None
     before = jax.tree.map(np.asarray, (policy, draft))
     now = jax.tree.map(np.asarray, (after.policy.network, after.draft.network))
-    return jax.tree.map(np.subtract, before, now), {
-        name: float(value) for name, value in metrics.items()
-    }
+    return jax.tree.map(np.subtract, before, now), metrics_to_host(metrics)
 
 
 @functools.cache
@@ -237,7 +239,7 @@ def plain(kind: str) -> tuple[Any, float, float]:
     policy, draft = networks(kind)
     step, rows = step_of(kind, 64), rows_to_pack(*map(jnp.asarray, texts()))
     objective = step.learner.draft_objective
-    assert objective is not None
+    assert isinstance(objective, DraftObjective)
 
     def policy_loss(policy: Decoder) -> jax.Array:
         logprobs = jax.nn.log_softmax(policy.logits(policy(rows.tokens, rows.positions).hidden))

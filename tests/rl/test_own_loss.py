@@ -11,6 +11,7 @@ from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rl.loss_terms import LossInputs
 from jaxspec.rl.losses import ppo_surrogate
+from jaxspec.rl.objective import PolicyObjective
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 CODE = """
@@ -54,9 +55,9 @@ def test_it_takes_the_place_of_the_surrogate(tmp_path: Path) -> None:
         loss_mask=jnp.ones((2, 5), bool),
         text_start=jnp.zeros((2, 5), jnp.int32),
     )
-    policy_loss = job_with(f"{tmp_path}/losses.py:unclipped").step.learner.policy_loss
-    assert policy_loss is not None
-    found = policy_loss(inputs)
+    objective = job_with(f"{tmp_path}/losses.py:unclipped").step.learner.policy_objective
+    assert isinstance(objective, PolicyObjective)
+    found = objective.loss(inputs)
     wide = ppo_surrogate(inputs, clip_low=1e6, clip_high=1e6)
     np.testing.assert_allclose(found.by_label, wide.by_label - 0.5 * entropy, rtol=1e-6)
 

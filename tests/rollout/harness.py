@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.base import PLAIN as PLAIN_DRAFT
 from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler
 from jaxspec.drafts.lookup import history_draft, ngram_draft, prefer_lookup
 from jaxspec.drafts.model import model_draft
@@ -22,6 +23,7 @@ from jaxspec.rollout.generate import generate_sharded
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.block import Block, Verification
 from jaxspec.rollout.verification.fused import FUSED
+from jaxspec.rollout.verification.modes import Matching, Rejection
 from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verification.plain import make_distributions as plain_distributions
 from jaxspec.rollout.verify import Distributions, Verdict, block_rule, match_rule, token_rule
@@ -52,7 +54,7 @@ class InUse:
     form = "plain"
 
 
-def distributions(target: jax.Array, draft: jax.Array | None, form: str) -> Distributions:
+def distributions(target: jax.Array, draft: jax.Array, form: str) -> Distributions:
     """Those of log-probabilities [B K1 V] and [B K V], in a form."""
     if form == "plain":
         return plain_distributions(target, draft)
@@ -79,12 +81,18 @@ def in_form(rule: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return call
 
 
+def mode_of(rule: Callable[..., Verdict] | None) -> Matching | Rejection:
+    """The mode with this rule; None: coupled."""
+    return Rejection(rule) if rule else Matching()
+
+
 RULES = {"token": in_form(token_rule), "block": in_form(block_rule)}
 
 
 @functools.partial(jax.jit, static_argnames="form")
 def _match(target: jax.Array, *arguments: jax.Array, form: str) -> Verdict:
-    return match_rule(distributions(target, None, form), *arguments)
+    # The rule does not read the draft's.
+    return match_rule(distributions(target, target[:, :-1], form), *arguments)
 
 
 def match(*arguments: Any) -> Verdict:
@@ -113,17 +121,14 @@ def log(probabilities: np.ndarray) -> np.ndarray:
         return np.log(probabilities)
 
 
-def draft_of(kind: str, length: int) -> Draft | None:
+def draft_of(kind: str, length: int) -> Draft:
     """A draft by name; `a+b` prefers the look-up b to the learned a."""
     learned, _, beside = kind.partition("+")
     if beside:
-        lookup, base = draft_of(beside, length), draft_of(learned, length)
-        assert lookup is not None
-        assert base is not None
-        return prefer_lookup(lookup, base)
+        return prefer_lookup(draft_of(beside, length), draft_of(learned, length))
     match kind:
         case "none":
-            return None
+            return PLAIN_DRAFT
         case "eagle3 other":
             return recurrent_draft(length, (0, 4))
         case "eagle3" | "eagle3 small":
@@ -191,11 +196,11 @@ def changing_chooser(lengths: tuple[int, ...]) -> LengthChooser | None:
 
 
 def drafter(
-    network: Any, draft: Draft | None, choice: tuple[int, ...] = (), lengths: tuple[int, ...] = ()
+    network: Any, draft: Draft, choice: tuple[int, ...] = (), lengths: tuple[int, ...] = ()
 ) -> Drafter:
     """The draft as the engine takes it, at the only temperature there is, or at the chosen ones of
     the grid."""
-    length = draft.max_length if draft else 0
+    length = draft.max_length
     choice = choice or (0,) * length
     return Drafter(
         network=network,
@@ -205,7 +210,7 @@ def drafter(
 
 
 def compiled(
-    draft: Draft | None,
+    draft: Draft,
     chosen: Settings,
     data: int = 1,
     tensor: int = 1,
@@ -378,6 +383,6 @@ def coupled_prompts() -> Prompts:
 def plain() -> tuple[Decoder, Any]:
     """A target, and what it answers to `coupled_prompts` by plain decoding."""
     target = tiny_network(Decoder, tiny_model(), 1, 0.8)
-    return target, compiled(None, Settings(GROUP, NEW, SPREAD, None))(
+    return target, compiled(PLAIN_DRAFT, Settings(GROUP, NEW, SPREAD, Matching()))(
         (target, None), coupled_prompts()
     )

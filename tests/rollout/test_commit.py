@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Rejection
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import BONUS, CORRECTION, DRAFTED, EOS, PROMPT, UNDRAFTED
 from tests.rollout.harness import (
@@ -25,7 +26,7 @@ LENGTH = 3
 def test_origins_add_up_to_the_statistics(kind: str) -> None:
     """Each round that a row took part in wrote one token that was not drafted, and its accepted
     drafts by depth, in this order."""
-    draft, settings = draft_of(kind, LENGTH), Settings(GROUP, NEW, SPREAD, block_rule)
+    draft, settings = draft_of(kind, LENGTH), Settings(GROUP, NEW, SPREAD, Rejection(block_rule))
     rollout = compiled(draft, settings)((plain()[0], network_of(kind, 0.8)), coupled_prompts())
     origin, counts = rollout.origin, rollout.statistics
     places = np.arange(origin.shape[1])
@@ -37,7 +38,7 @@ def test_origins_add_up_to_the_statistics(kind: str) -> None:
     cut = rollout.statistics.rounds - not_drafted.sum(axis=1)
     last = np.take_along_axis(origin, np.maximum(rollout.lengths - 1, 0)[:, None], axis=1)[:, 0]
     np.testing.assert_array_equal(cut, response.any(axis=1) & (last >= DRAFTED))
-    if draft is None:
+    if not draft.max_length:
         assert (origin[response] == UNDRAFTED).all()
         return
     for depth in range(1, LENGTH + 1):

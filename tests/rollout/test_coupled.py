@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.base import PLAIN
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching, Rejection
 from jaxspec.rollout.verify import block_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, LENGTH, Prompts, Rollout
@@ -73,7 +75,7 @@ def test_coupled_tokens_are_those_of_plain_decoding(case: Coupled) -> None:
     """Both endings, inside a block of kept drafts too, on meshes of 1, 2 and 8 devices."""
     target, wanted = plain()
     draft = draft_of(case.kind, case.length)
-    chosen = Settings(GROUP, NEW, SPREAD, None, case.grid)
+    chosen = Settings(GROUP, NEW, SPREAD, Matching(), case.grid)
     found = compiled(draft, chosen, case.data, case.tensor, case.choice)(
         (target, network_of(case.kind, 0.8)), coupled_prompts()
     )
@@ -91,7 +93,7 @@ def test_coupled_tokens_are_those_of_plain_decoding(case: Coupled) -> None:
 def test_permuted_rows_stay_themselves(kind: str) -> None:
     """Groups change places after the prefill, caches, drafts and all: each gives the tokens it
     would have given at its old place."""
-    draft, chosen = draft_of(kind, 3), Settings(GROUP, NEW, SPREAD, block_rule)
+    draft, chosen = draft_of(kind, 3), Settings(GROUP, NEW, SPREAD, Rejection(block_rule))
     pair = plain()[0], network_of(kind, 0.8)
     order = np.random.default_rng(0).permutation(8)
     rows = (order[:, None] * GROUP + np.arange(GROUP)).reshape(-1)
@@ -141,8 +143,8 @@ def test_float32_flips_are_near_ties_and_rare() -> None:
     target, network = tiny_network(Decoder, model, 1, 0.8), tiny_network(eagle3, model, 2, 0.8)
     processing = Processing(stop_ids=(1,))
     runs = [
-        compiled(draft, Settings(64, 64, processing, None), options=FOR_LONG_RUNS)
-        for draft in (None, recurrent_draft(3, (1, 2, 3)))
+        compiled(draft, Settings(64, 64, processing, Matching()), options=FOR_LONG_RUNS)
+        for draft in (PLAIN, recurrent_draft(3, (1, 2, 3)))
     ]
     tokens = flips = 0
     for seed in range(5):

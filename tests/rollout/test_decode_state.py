@@ -7,6 +7,7 @@ import pytest
 from jaxspec.rollout.decode_state import DecodeState, pages_may_run_out, rows_may_wait
 from jaxspec.rollout.generate import begin
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching
 from tests.rollout.harness import (
     GROUP,
     NEW,
@@ -20,7 +21,7 @@ from tests.rollout.harness import (
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-BASE = Settings(GROUP, NEW, SPREAD, None)
+BASE = Settings(GROUP, NEW, SPREAD, Matching())
 SETTINGS = {
     "a slot for each row": BASE,
     "rows wait": BASE._replace(slots=5),

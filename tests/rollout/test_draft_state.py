@@ -22,9 +22,9 @@ from jaxspec.rollout.decode_state import (
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.generate import advance, begin
 from jaxspec.rollout.prefill import append_unread_texts
-from jaxspec.rollout.round import draft_features
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.slots import refill_slots
+from jaxspec.rollout.verification.modes import Rejection
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import Drafter
 from tests.conftest import tiny_prompts
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         pages = 8 * -(-WIDTH // 2) + -(-(WIDTH + NEW + DEPTHS) // 2) + 4
         processing = SPREAD._replace(stop_ids=STOP[:1])
         given = Settings(
-            GROUP, NEW, processing, block_rule, slots=6, tail=(2,), lengths=self.lengths
+            GROUP, NEW, processing, Rejection(block_rule), slots=6, tail=(2,), lengths=self.lengths
         )
         return given._replace(page_size=2, pages=pages) if self.paged else given
 
@@ -124,7 +124,9 @@ def said(
         taps=learned.taps,
     )
     whole = tiny_prompts(len(texts)).replace(tokens=texts, lengths=jnp.maximum(lengths, 1))
-    draft_state, cache = read_whole(learned, network, target, whole, draft_features(forward))
+    draft_state, cache = read_whole(
+        learned, network, target, whole, forward.hidden if forward.taps is None else forward.taps
+    )
     cache = contiguous.expand_prompts(cache, 1, texts.shape[1] + DEPTHS + 1)
     theirs = learned.propose(
         network, target, draft_state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
@@ -148,7 +150,6 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
     target, settings = plain()[0], case.settings
     draft, network = draft_of(case.kind, DEPTHS), network_of(case.kind, 0.8)
     learned = draft_of(case.kind.partition("+")[0], DEPTHS)
-    assert learned is not None
     given = drafter(network, draft, lengths=case.lengths)
     prompts = coupled_prompts()
     state = jax.jit(
@@ -161,7 +162,7 @@ def test_rounds_of_mixed_lengths_leave_no_trace_in_what_is_proposed(case: Case) 
 
     @jax.jit
     def compare(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-        block = (draft.max_length if draft else 0) + 1
+        block = draft.max_length + 1
         filled = refill_slots(state, settings.group_size, block, evicts)
         filled = append_unread_texts(target, given, draft, filled, settings)
         return said(learned, target, network, filled)

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from jaxspec.drafts.base import PLAIN
 from jaxspec.inputs.spec import FamilySpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching
 from tests.conftest import eagle3, tiny_model, tiny_network
 from tests.rollout.harness import (
     GROUP,
@@ -30,7 +32,7 @@ MODEL = tiny_model(
         model_type="qwen3_moe", experts=4, experts_per_token=2, normalize_experts=False
     )
 )
-SETTINGS = Settings(GROUP, NEW, SPREAD, None)
+SETTINGS = Settings(GROUP, NEW, SPREAD, Matching())
 
 
 class Split(NamedTuple):
@@ -68,7 +70,7 @@ def target() -> Decoder:
 
 @functools.cache
 def plain() -> Any:
-    return compiled(None, SETTINGS)((target(), None), coupled_prompts())
+    return compiled(PLAIN, SETTINGS)((target(), None), coupled_prompts())
 
 
 @pytest.mark.parametrize("split", marked(SPLITS))

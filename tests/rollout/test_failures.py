@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.base import PLAIN
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching, Rejection
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import EOS, FAILED, LENGTH, RUNNING
@@ -25,6 +27,7 @@ from tests.rollout.harness import (
     compiled,
     draft_of,
     last_token_prompts,
+    mode_of,
     network_of,
     plain,
     sequence_law,
@@ -57,10 +60,10 @@ def test_a_failing_token_costs_its_own_row_and_no_token_before_it() -> None:
             jnp.arange(width, dtype=jnp.int32) < made.lengths[:, None], made.tokens % 9, POISON
         )
     )
-    wanted = compiled(None, Settings(16, 8, processing, None))((target, None), made)
+    wanted = compiled(PLAIN, Settings(16, 8, processing, Matching()))((target, None), made)
     assert {EOS, LENGTH, FAILED} == set(wanted.status.tolist())
     network = tiny_network(eagle3, tiny_model(), 2, 0.8)
-    found = compiled(recurrent_draft(3, (1, 2, 3)), Settings(16, 8, processing, None))(
+    found = compiled(recurrent_draft(3, (1, 2, 3)), Settings(16, 8, processing, Matching()))(
         (target, network), made
     )
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
@@ -82,8 +85,10 @@ def test_the_law_up_to_a_failure_is_that_of_plain_decoding(rule: Any) -> None:
     group, new = 4000, 4
     made = last_token_prompts([4, 2])
     shares = []
-    for draft, chosen in ((None, None), (bigram_draft(2, table), rule)):
-        rollout = compiled(draft, Settings(group, new, processing, chosen))((target, None), made)
+    for draft, chosen in ((PLAIN, None), (bigram_draft(2, table), rule)):
+        rollout = compiled(draft, Settings(group, new, processing, mode_of(chosen)))(
+            (target, None), made
+        )
         lengths = np.where(rollout.status == FAILED, rollout.lengths - 2, 0)
         shares.append(np.bincount(lengths, minlength=new + 1) / len(lengths))
     plain, found = shares
@@ -110,7 +115,7 @@ def test_a_broken_draft_costs_acceptance_and_nothing_else(rule: Any, value: floa
     target, table = bigram_target(logits)
     broken = table.copy()
     broken[5] = value
-    chosen = Settings(3000, 3, Processing(), rule)
+    chosen = Settings(3000, 3, Processing(), mode_of(rule))
     rollout = compiled(bigram_draft(2, broken), chosen)((target, None), last_token_prompts([5, 2]))
     assert (rollout.status == LENGTH).all()
     assert rollout.statistics.accepted.sum() > 0
@@ -135,7 +140,7 @@ def test_a_failing_row_beside_good_ones_under_the_block_rule() -> None:
         history=no_history(8)["history"],
     )
     processing = Processing(banned=(7,), stop_ids=STOP)
-    run = compiled(draft_of("eagle3", 3), Settings(GROUP, NEW, processing, block_rule))
+    run = compiled(draft_of("eagle3", 3), Settings(GROUP, NEW, processing, Rejection(block_rule)))
     network = network_of("eagle3", 0.8)
     rollout, clean = run((poisoned(target, 7), network), made), run((target, network), made)
     hit = np.arange(32) // GROUP == 2
@@ -167,8 +172,8 @@ def test_a_row_whose_law_is_nan_fails_with_the_tokens_before_it(drafted: int, ru
     head = np.zeros((vocab, vocab))
     head[OVERFLOW, 2] = 100
     target, _ = bigram_target(head, "float32")
-    draft = bigram_draft(drafted, np.zeros((vocab, vocab), np.float32)) if drafted else None
-    rollout = compiled(draft, Settings(group, new, Processing(temperature=1e-37), rule))(
+    draft = bigram_draft(drafted, np.zeros((vocab, vocab), np.float32)) if drafted else PLAIN
+    rollout = compiled(draft, Settings(group, new, Processing(temperature=1e-37), mode_of(rule)))(
         (target, None), last_token_prompts([0, OVERFLOW])
     )
     ends, last = rollout.lengths, rollout.tokens[np.arange(2 * group), rollout.lengths - 1]
@@ -199,7 +204,7 @@ def test_a_row_without_any_possible_token_fails(temperature: float) -> None:
     processing = Processing(
         banned=(0, 2, 3), min_new_tokens=2, stop_ids=(1,), temperature=temperature
     )
-    rollout = compiled(None, Settings(2, 3, processing, block_rule))(
+    rollout = compiled(PLAIN, Settings(2, 3, processing, Rejection(block_rule)))(
         (target, None), last_token_prompts([0, 1])
     )
     assert (rollout.status == FAILED).all()

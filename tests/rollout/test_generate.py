@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.base import PLAIN
 from jaxspec.drafts.recurrent import RecurrentState, recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
@@ -27,6 +28,7 @@ from tests.rollout.harness import (
     compiled,
     drafter,
     last_token_prompts,
+    mode_of,
 )
 from tests.twins import numpy_decoder, numpy_softmax, numpy_taps
 
@@ -55,14 +57,14 @@ def settings(
         group_size=group,
         max_new_tokens=new,
         processing=processing,
-        rule=None if coupled else token_rule,
+        mode=mode_of(None if coupled else token_rule),
     )
 
 
 @functools.cache
 def program(length: int, coupled: bool, temperature: float = 1.0) -> Callable[..., Any]:
     return compiled(
-        recurrent_draft(length, (1, 2, 3)) if length else None, settings(coupled, temperature)
+        recurrent_draft(length, (1, 2, 3)) if length else PLAIN, settings(coupled, temperature)
     )
 
 
@@ -326,7 +328,10 @@ def test_the_end_token_and_the_limit_cut_the_block_at_every_offset(rule: Any, ne
     length, end = 3, 11
     target, table = bigram_target(40 * np.roll(np.eye(end + 1), 1, axis=1))
     chosen = Settings(
-        group_size=2, max_new_tokens=new, processing=Processing(stop_ids=(end, 0)), rule=rule
+        group_size=2,
+        max_new_tokens=new,
+        processing=Processing(stop_ids=(end, 0)),
+        mode=mode_of(rule),
     )
     starts = [10, 9, 8, 7, 6, 5, 4, 3, 2]
     rollout = compiled(bigram_draft(length, table), chosen)(

@@ -38,6 +38,7 @@ from tests.rollout.harness import (
     drafter,
     last_token_prompts,
     marked,
+    mode_of,
     network_of,
     numpy_processed,
     plain,
@@ -161,7 +162,7 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
         GROUP,
         new,
         case.processing,
-        case.rule,
+        mode_of(case.rule),
         case.grid,
         tail=tail,
         lengths=case.lengths,
@@ -171,7 +172,7 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
     options = None if case.lengths else FOR_LONG_RUNS
     run = compiled(draft, settings, choice=case.choice, options=options)
     rollout = run(pair, made)
-    if draft is not None:
+    if draft.max_length:
         total = jax.tree.map(lambda leaf: leaf.sum(0), rollout.statistics)
         assert 0.02 < total.accepted[0] / total.draft_rounds[0] < 0.98, (
             "both acceptance and rejection must be common for this to test anything"
@@ -214,9 +215,9 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(rule: Any) -> None:
     """The external draft has the target's own weights: K+1 tokens a round, exactly, and an expected
     acceptance of 1."""
     target = plain()[0]
-    rollout = compiled(model_draft(3), Settings(GROUP, NEW, Processing(temperature=0.9), rule))(
-        (target, target), tiny_prompts(8)
-    )
+    rollout = compiled(
+        model_draft(3), Settings(GROUP, NEW, Processing(temperature=0.9), mode_of(rule))
+    )((target, target), tiny_prompts(8))
     np.testing.assert_array_equal(rollout.statistics.rounds, NEW // 4)
     np.testing.assert_array_equal(rollout.statistics.accepted, NEW // 4)
     np.testing.assert_allclose(rollout.statistics.overlap, NEW // 4, rtol=0, atol=1e-12)
@@ -244,7 +245,7 @@ def test_the_mean_kept_is_the_predicted_one(rule: Any, grid: tuple[float, ...]) 
     target, law = independent_target()
     length = 3
     table = np.zeros((8, 8)) if grid != (0.0,) else np.tile(np.eye(8)[law.argmax()], (8, 1))
-    chosen = Settings(1000, 8, Processing(), rule, grid)
+    chosen = Settings(1000, 8, Processing(), mode_of(rule), grid)
     rollout = compiled(bigram_draft(length, table), chosen)(
         (target, None), last_token_prompts([1, 2])
     )
@@ -302,7 +303,7 @@ def test_block_keeps_more_than_token_by_the_published_vector() -> None:
     )
     draft = bigram_draft(2, np.tile(np.log([2 / 3, 1 / 3]), (2, 1)))
     for rule, accepted in ((token_rule, 10 / 9), (block_rule, 11 / 9)):
-        kept = first_round_kept(target, draft, Settings(40_000, 6, Processing(), rule))
+        kept = first_round_kept(target, draft, Settings(40_000, 6, Processing(), mode_of(rule)))
         assert kept.mean() == pytest.approx(1 + accepted, abs=4 * kept.std() / np.sqrt(len(kept)))
 
 
@@ -329,7 +330,7 @@ def test_recorded_logprobs_are_those_of_a_teacher_forced_pass(kind: str, dtype: 
         vocab_size=10,
     )
     target = tiny_network(Decoder, tiny_model(dtype=dtype), 1, 0.8)
-    chosen = Settings(GROUP, NEW, processing, block_rule, (0.8,))
+    chosen = Settings(GROUP, NEW, processing, mode_of(block_rule), (0.8,))
     rollout = compiled(draft_of(kind, 3), chosen)(
         (target, network_of(kind, 0.8, dtype=dtype)), coupled_prompts()
     )
@@ -389,7 +390,7 @@ def test_temperature_zero_takes_the_most_likely_token(
     kind: str, rule: Any, grid: tuple[float, ...]
 ) -> None:
     target = plain()[0]
-    chosen = Settings(2, NEW, Processing(stop_ids=STOP, temperature=0.0), rule, grid)
+    chosen = Settings(2, NEW, Processing(stop_ids=STOP, temperature=0.0), mode_of(rule), grid)
     rollout = compiled(draft_of(kind, 3), chosen)((target, network_of(kind, 0.8)), tiny_prompts(8))
     for row in range(0, 16, 6):
         text = tiny_prompts(8).tokens[row // 2, : rollout.prompt_lengths[row]].tolist()

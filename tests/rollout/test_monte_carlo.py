@@ -24,6 +24,7 @@ from tests.rollout.harness import (
     drafter,
     last_token_prompts,
     marked,
+    mode_of,
 )
 from tests.twins import numpy_softmax
 
@@ -89,7 +90,7 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
     np.testing.assert_allclose(table, wanted)
     run = compiled(
         bigram_draft(LENGTH, drafted.astype(np.float32)),
-        Settings(GROUP, NEW, Processing(), trial.rule),
+        Settings(GROUP, NEW, Processing(), mode_of(trial.rule)),
         options=FOR_LONG_RUNS,
     )
     counts, rounds, accepted = np.zeros((len(STARTS), vocab**NEW)), 0, 0
@@ -127,7 +128,7 @@ def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> No
         1.2 * np.random.default_rng(vocab).normal(size=(vocab, vocab)), "float32"
     )
     draft = bigram_draft(1, np.zeros((vocab, vocab), np.float32))
-    settings = Settings(GROUP, 2, Processing(), block_rule, lengths=(0, 1))
+    settings = Settings(GROUP, 2, Processing(), mode_of(block_rule), lengths=(0, 1))
     chooser = length_chooser.init_chooser(settings.lengths, 4)
     plain = drafter(None, draft).replace(
         chooser=chooser.replace(round_cost=jnp.full_like(chooser.round_cost, 1e6).at[0].set(1e-6))
@@ -155,7 +156,7 @@ def test_a_round_counts_drafts_up_to_its_cut(rule: Any) -> None:
     logits = 1.2 * np.random.default_rng(3).normal(size=(3, 3))
     target, _ = bigram_target(logits, "float32")
     draft = bigram_draft(LENGTH, (-logits).astype(np.float32))
-    settings = Settings(500, 20, Processing(), rule)
+    settings = Settings(500, 20, Processing(), mode_of(rule))
     given = drafter(None, draft)
 
     @jax.jit

@@ -23,6 +23,7 @@ from jaxspec.models import attention
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generate import begin
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 from tests.rollout.harness import GROUP, SPREAD, draft_of, drafter, network_of, plain
 
@@ -31,7 +32,7 @@ WIDTH = 13
 
 def begun(kind: str) -> DecodeState:
     target, draft, network = plain()[0], draft_of(kind, 2), network_of(kind, 0.8)
-    settings, prompts = Settings(GROUP, 8, SPREAD, None), tiny_prompts(8, WIDTH)
+    settings, prompts = Settings(GROUP, 8, SPREAD, Matching()), tiny_prompts(8, WIDTH)
     prompts = prompts.replace(lengths=prompts.lengths.at[3].set(1))
     return jax.jit(
         lambda: begin(

@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.rollout import append, prefill
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Rejection
 from jaxspec.rollout.verify import block_rule
 from tests.rollout.harness import (
     GROUP,
@@ -43,11 +44,11 @@ def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     monkeypatch.setattr(append, "select_pieces", counted)
     monkeypatch.setattr(prefill, "PASS_TOKENS", PIECE)
     draft, network = draft_of(kind, 3), network_of(kind, 0.8)
-    longest = WIDTH + NEW + (draft.max_length if draft else 0)
+    longest = WIDTH + NEW + draft.max_length
     of_row = -(-longest // PAGE)
     prompts = jax.tree.map(lambda leaf: leaf[:1] if leaf.ndim else leaf, coupled_prompts())
     processing = SPREAD._replace(stop_ids=())
-    settings = Settings(2, NEW, processing, block_rule, slots=2)
+    settings = Settings(2, NEW, processing, Rejection(block_rule), slots=2)
     whole = compiled(draft, settings)((target, network), prompts)
     jax.effects_barrier()
     assert len(passes) == 1, "the prompt"
@@ -84,9 +85,9 @@ def test_text_that_is_read_in_pieces_leaves_the_same(
     """Prompts and evicted rows in pieces that share passes: same tokens, and as many accepted."""
     monkeypatch.setattr(prefill, "PIECES", pieces)
     draft, network = draft_of(kind, 3), network_of(kind, 0.8)
-    length = draft.max_length if draft else 0
+    length = draft.max_length
     processing = SPREAD._replace(min_new_tokens=6)  # rows that end sooner may find pages for all
-    settings = Settings(GROUP, SHORT, processing, block_rule, slots=8)
+    settings = Settings(GROUP, SHORT, processing, Rejection(block_rule), slots=8)
     weights, prompts = (plain()[0], network), coupled_prompts()
     whole = compiled(draft, settings)(weights, prompts)
     pages = len(prompts.tokens) * -(-WIDTH // 2) + -(-(WIDTH + SHORT + length) // 2)

@@ -62,7 +62,7 @@ def matched(
         levels = sampling.level_count(target.shape[-1])
         noise = Uniforms(sampling.uniform_numbers(rows, positions, levels, FLOAT))
         drafts = jnp.argmax(draft, axis=-1).astype(jnp.int32)
-    return drafts, match_rule(distributions(target, None, InUse.form), drafts, offered, noise)
+    return drafts, match_rule(distributions(target, draft, InUse.form), drafts, offered, noise)
 
 
 @functools.partial(

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.base import PLAIN
 from jaxspec.kernels import key_chunks
 from jaxspec.rollout.decode_state import DecodeState, rows_may_wait
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.slots import refill_slots
+from jaxspec.rollout.verification.modes import Matching, Rejection
 from jaxspec.rollout.verify import block_rule
 from jaxspec.state import RUNNING, Prompts, Rollout
 from tests.rollout.harness import (
@@ -64,7 +66,7 @@ class Layout(NamedTuple):
             GROUP,
             NEW,
             SPREAD,
-            None,
+            Matching(),
             slots=self.slots,
             page_size=self.page_size,
             pages=pages,
@@ -187,7 +189,7 @@ def assert_is_whole(state: DecodeState) -> None:
 
 LONG = 16
 """Tokens: rows lose their pages when they have some, and the last rows need several slices."""
-BY_LAW = Settings(GROUP, LONG, SPREAD._replace(stop_ids=STOP[:1]), block_rule)
+BY_LAW = Settings(GROUP, LONG, SPREAD._replace(stop_ids=STOP[:1]), Rejection(block_rule))
 ORDER = np.random.default_rng(3).permutation(8 * GROUP)
 
 
@@ -274,7 +276,7 @@ def test_lengths_are_chosen_alike_in_slices(
         GROUP,
         long,
         processing,
-        block_rule,
+        Rejection(block_rule),
         slots=slots,
         page_size=page_size,
         pages=pages,
@@ -310,9 +312,11 @@ def test_lengths_are_chosen_alike_in_slices(
 
 
 def test_a_pool_too_small_for_one_row_is_refused() -> None:
-    settings = Settings(GROUP, NEW, SPREAD, None, slots=4, page_size=2, pages=fewest(2, 0) - 1)
+    settings = Settings(
+        GROUP, NEW, SPREAD, Matching(), slots=4, page_size=2, pages=fewest(2, 0) - 1
+    )
     with pytest.raises(
         ValueError,
         match=f"pages is {fewest(2, 0) - 1}, but .* 2 positions: set at least {fewest(2, 0)}",
     ):
-        compiled(None, settings)((plain()[0], None), coupled_prompts())
+        compiled(PLAIN, settings)((plain()[0], None), coupled_prompts())

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafts.base import PLAIN
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import Matching
 from jaxspec.state import EOS, LENGTH, RUNNING, Rollout
 from jaxspec.tokens.stop_strings import build_stop_table
 from tests.rollout.harness import (
@@ -60,8 +62,8 @@ def cut(whole: Rollout, least: int) -> tuple[Rollout, np.ndarray]:
 def wanted(least: int) -> tuple[Rollout, np.ndarray]:
     """Answers to `coupled_prompts`, by plain decoding."""
     processing = SPREAD._replace(min_new_tokens=least)
-    settings, prompts = Settings(GROUP, NEW, processing, None), coupled_prompts()
-    whole = compiled(None, settings)((plain()[0], None), prompts) if least else plain()[1]
+    settings, prompts = Settings(GROUP, NEW, processing, Matching()), coupled_prompts()
+    whole = compiled(PLAIN, settings)((plain()[0], None), prompts) if least else plain()[1]
     return cut(whole, least)
 
 
@@ -107,7 +109,7 @@ class Case(NamedTuple):
             GROUP,
             NEW,
             SPREAD._replace(min_new_tokens=self.least),
-            None,
+            Matching(),
             slots=self.slots,
             page_size=self.page_size,
             pages=self.pages if self.page_size else 0,
@@ -132,7 +134,7 @@ def test_drafts_slots_and_shards_end_rows_where_plain_decoding_does(case: Case) 
     run = compiled(draft, case.settings, case.data)
     found = run((plain()[0], network), coupled_prompts())
     assert_same_rows(found, wanted(case.least)[0])
-    if draft:
+    if draft.max_length:
         rows, stopped = found.statistics, wanted(case.least)[1]
         assert (rows.accepted.sum(axis=1) > 0)[stopped].any()
 
@@ -154,7 +156,7 @@ def test_rows_that_lose_their_pages_go_on_with_what_they_match() -> None:
         running = np.asarray(state.rollout.status) == RUNNING
         begun = np.asarray(state.rollout.lengths > state.rollout.prompt_lengths)
         waiting = np.asarray(state.queue.waiting) & running & begun
-        between += (waiting & (np.asarray(state.matched) > 0)).sum()
+        between += (waiting & (np.asarray(state.stop_state) > 0)).sum()
     found = jax.tree.map(np.asarray, collect(state))
     assert_same_rows(found, wanted(case.least)[0])
     assert between > 0, "the case tests nothing"

@@ -75,11 +75,11 @@ def test_costs_of_rounds_are_those_of_the_machine(
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         checkpoints.save(run.checkpoint_number, *run.to_checkpoint())
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        resumed = restore_run(job, checkpoints, history)
+        resumed = restore_run(job.step, job.config.batch.prompts, checkpoints, history)
     assert resumed is not None
     timed: list[bool] = []
     schedule = StepSchedule(never, {}, lambda: timed.append(True))
-    adapt_run(job, resumed, batches.source, schedule)
+    adapt_run(job.step, resumed, batches.source, schedule, job.say)
     assert timed == [True] * elsewhere
     assert resumed.timed_on == resumed.machine == here
     known = chooser_of(resumed.state)
@@ -108,4 +108,4 @@ def test_checkpoints_of_another_format_are_refused(job: Job, tmp_path: Path) -> 
             contextlib.closing(Checkpoints(folder)) as checkpoints,
             pytest.raises(ConfigError, match=rf"have format {number or 1}, .* reads format 2"),
         ):
-            restore_run(job, checkpoints, history)
+            restore_run(job.step, job.config.batch.prompts, checkpoints, history)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.host import workdir
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.system import folder_lock
 from tests.conftest import answering_config, small_mesh
-from tests.host.run_folders import begun, job_of, refusal
+from tests.host.run_folders import begun, job_of, lock_of, refusal
 
 HOLDER = """
 import fcntl, json, os, sys
@@ -61,12 +60,12 @@ class TestLock:
         assert "another --workdir" in told
         holder.kill()
         holder.wait()
-        with workdir.lock_workdir(job_of(job, tmp_path)) as folder:
+        with lock_of(job_of(job, tmp_path)) as folder:
             assert folder == tmp_path
 
     def test_the_folder_is_had_until_the_end(self, job: Job, tmp_path: Path) -> None:
         probe = [sys.executable, "-S", "-c", PROBE, str(tmp_path / "lock")]
-        with workdir.lock_workdir(job_of(job, tmp_path)):
+        with lock_of(job_of(job, tmp_path)):
             assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
             (tmp_path / "checkpoints").mkdir()
             assert subprocess.run(probe, stderr=subprocess.DEVNULL).returncode != 0
@@ -75,11 +74,11 @@ class TestLock:
     def test_the_folder_is_had_without_the_file_of_the_lock_as_well(
         self, job: Job, tmp_path: Path
     ) -> None:
-        with workdir.lock_workdir(job_of(job, tmp_path)):
+        with lock_of(job_of(job, tmp_path)):
             (tmp_path / "lock").unlink()
             with (
                 pytest.raises(ConfigError, match="is in use by another run"),
-                workdir.lock_workdir(job_of(job, tmp_path)),
+                lock_of(job_of(job, tmp_path)),
             ):
                 pass
 
@@ -87,7 +86,7 @@ class TestLock:
         (tmp_path / "lock").mkdir()
         with (
             pytest.raises(ConfigError, match=r"lock cannot be locked \(Is a directory\)"),
-            workdir.lock_workdir(job_of(job, tmp_path)),
+            lock_of(job_of(job, tmp_path)),
         ):
             pass
 
@@ -99,5 +98,5 @@ class TestLock:
 
         monkeypatch.setattr(folder_lock, "lock_file", fail)
         here = job_of(job, tmp_path)
-        with workdir.lock_workdir(here):
+        with lock_of(here):
             assert "cannot be locked (No locks available)" in here.told[0]

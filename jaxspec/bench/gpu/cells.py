@@ -33,6 +33,7 @@ from jaxspec.inputs.spec import ModelSpec
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import replicated_sharding
 from jaxspec.rollout.generator import Generator
+from jaxspec.rollout.verification.modes import Rejection
 from jaxspec.state import Drafter, Prompts, PyTree, RolloutWeights
 from jaxspec.step import Step
 from jaxspec.transfer import export_weights
@@ -115,7 +116,7 @@ class Cells:
         engine = EngineConfig(
             slots=cell.rows,
             page_size=options.page_size,
-            # Every row generates the same number of tokens, so few rounds have idle rows.
+            # Every row generates the same number of tokens.
             tail=False,
             command_buffers=cell.command_buffers,
         )
@@ -130,7 +131,8 @@ class Cells:
         if not cell.draft_length:
             return generator.without_draft()
         # Weights are random, so a real acceptance would be near zero.
-        return generator.make_variant(rule=synthetic_rule(self.options.acceptance))
+        mode = Rejection(synthetic_rule(self.options.acceptance))
+        return generator.make_variant(mode=mode)
 
     # ---- programs
 

@@ -48,9 +48,10 @@ another machine first, with the same versions of JAX and its plugin, and copy th
   {COMMAND} --prepare FOLDER --hardware h100     (anywhere; needs the extra `check`, no GPU)
   {COMMAND} --programs FOLDER --out h100.json    (on the card)
 --hardware is one of {", ".join(HARDWARE)}, or {LOCAL_DEVICES} for the device of this machine.
-Needs compute capability 8.0 (Ampere) or newer, and driver {MIN_DRIVERS[12]} (CUDA 12) or
-{MIN_DRIVERS[13]} (CUDA 13) or newer. To try all of it on a CPU, in a minute or two:
+Needs compute capability 8.0 (Ampere) or newer, and driver {MIN_DRIVERS[12]} or newer for CUDA 12,
+or driver {MIN_DRIVERS[13]} or newer for CUDA 13. To try all of it on a CPU, in a minute or two:
   {COMMAND} --size tiny
+
 The last line of the output is one JSON object."""
 SECTIONS = dict(
     enumerate(

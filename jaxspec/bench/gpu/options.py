@@ -99,8 +99,8 @@ class GpuOptions(CheckedConfig, prefix="--"):
     right_layers: LayerCount = 4
     """Number of layers of the model of section 1."""
     step_model: StepModel = "lora"
-    """Policy of sections 5 and 6. `lora` = the sizes above with LoRA of rank 16, `full` = all their
-    weights, `1.7b` = all weights of Qwen3-1.7B."""
+    """Policy and trained weights of sections 5 and 6. `lora` = LoRA of rank 16 on the sizes above,
+    `full` = all their weights, `1.7b` = all weights of Qwen3-1.7B."""
     step_prompts: Count = 4
     """Prompts per step."""
     group: GroupSize = 8
@@ -149,7 +149,7 @@ class GpuOptions(CheckedConfig, prefix="--"):
         require(
             self.draft_vocab <= self.vocab,
             f"--draft_vocab {self.draft_vocab} is larger than --vocab {self.vocab}; give at most"
-            " --vocab",
+            f" {self.vocab}",
         )
         max_rows = max(*self.rows, *self.few, self.step_prompts * self.group)
         tokens = max(self.prompt + max(self.new, self.answer), self.step_prompt + self.step_new)

@@ -82,7 +82,7 @@ def device_options(mesh: Mesh) -> CompilerOptions:
 
 def _is_known_option(mesh: Mesh, name: str, value: str | bool) -> bool:
     """Returns whether this release of XLA has a compiler option."""
-    # XLA offers no list of its options, so a tiny program is compiled with it.
+    # XLA rejects unknown options while it compiles, so a tiny program is compiled with the option.
     number = jax.ShapeDtypeStruct((), "int32", sharding=meshes.replicated_sharding(mesh))
     try:
         jax.jit(lambda number: number + 1).lower(number).compile(compiler_options={name: value})

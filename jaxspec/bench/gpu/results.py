@@ -1,6 +1,6 @@
 """File of results.
 
-A section is added as soon as it is measured, so that a crash or the end of the budget loses none.
+A section is added as soon as it is measured, so that a crash loses no earlier one.
 """
 
 import json

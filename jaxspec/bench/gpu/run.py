@@ -90,8 +90,8 @@ class GpuRun:
     def attempt_part(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Measures a part of a section.
 
-        Returns its numbers. If there is no time for it, or it fails, records its name, and returns
-        the reason as `left_out` or `failed`.
+        Returns its numbers. If there is no time, or the part fails, records its name. The result
+        then has the reason, as `left_out` or `failed`.
         """
         if self.seconds_left <= 0:
             self.skipped_parts.append(name)

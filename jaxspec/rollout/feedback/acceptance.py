@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from jaxspec.metrics.mean import Mean, Metrics
 from jaxspec.rollout.verify import Verdict
 from jaxspec.state import Statistics
 
@@ -110,7 +111,7 @@ def acceptance_metrics(
     tokens: Num[Array, ""],
     factor_index: Int[Array, " K"],
     grid: tuple[float, ...],
-) -> dict[str, Num[Array, ""]]:
+) -> Metrics:
     """Returns metrics of speculation over all rows.
 
     Acceptance rates by depth are over all rounds with a draft. Conditional rates are over rounds
@@ -134,9 +135,8 @@ def acceptance_metrics(
         "draft_entropy": divide(total.draft_entropy, total.reached),
         "draft_temperature": jnp.asarray(grid, jnp.float32)[factor_index],
     }
-    # NaN for a quarter in which no round with a draft started.
-    by_quarter = total.quarter_tokens / jnp.where(
-        total.quarter_rounds > 0, total.quarter_rounds, jnp.nan
+    by_quarter = zip(
+        divide(total.quarter_tokens, total.quarter_rounds), total.quarter_rounds > 0, strict=True
     )
     draft_rounds, generated = jnp.sum(total.draft_rounds[:1]), tokens.astype(jnp.float32)
     return {
@@ -154,7 +154,7 @@ def acceptance_metrics(
             for depth, value in enumerate(values, start=1)
         },
         **{
-            f"rollout/acceptance_length_quarter_{number}": length
-            for number, length in enumerate(by_quarter, start=1)
+            f"rollout/acceptance_length_quarter_{number}": Mean.from_value(length, has_rounds)
+            for number, (length, has_rounds) in enumerate(by_quarter, start=1)
         },
     }

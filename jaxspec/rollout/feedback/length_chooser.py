@@ -100,6 +100,51 @@ def expected_tokens(estimate: AcceptanceEstimate, lengths: tuple[int, ...]) -> F
     return by_depth[np.asarray(lengths)]
 
 
+class FixedLength(NamedTuple):
+    """One draft length for all rounds."""
+
+    length: int
+
+    def init_estimate(self) -> AcceptanceEstimate:
+        """Returns zeros, since no length is chosen."""
+        zeros = jnp.zeros((1, self.length), jnp.float32)
+        return AcceptanceEstimate(
+            reached=zeros, accepted=zeros, seconds_to_lose=jnp.zeros((1,), jnp.float32)
+        )
+
+
+class ChosenLengths(NamedTuple):
+    """Draft lengths that each round chooses from."""
+
+    lengths: tuple[int, ...]
+    """Compiled lengths, ascending."""
+    chooser: LengthChooser
+
+    def init_estimate(self) -> AcceptanceEstimate:
+        """Returns the acceptance before the call."""
+        return jax.tree.map(lambda leaf: leaf[None], self.chooser.acceptance)
+
+
+def lengths_of_rounds(
+    chooser: LengthChooser | None, lengths: tuple[int, ...], max_length: int
+) -> FixedLength | ChosenLengths:
+    """Returns the draft lengths of rounds.
+
+    Args:
+      chooser: data to choose by, if there are several lengths.
+      lengths: lengths to choose from, or none.
+      max_length: length of all rounds if there is no choice.
+
+    Raises:
+      ValueError: there are lengths to choose from, but no chooser.
+    """
+    if not lengths:
+        return FixedLength(max_length)
+    if chooser is None:
+        raise ValueError(f"rounds of {lengths} tokens need a chooser: add one to the drafter")
+    return ChosenLengths(lengths, chooser)
+
+
 class LengthChoice(NamedTuple):
     """Draft length of the next round.
 
@@ -301,7 +346,7 @@ def _network_sizes(network: Any, target_head: int = 0) -> NetworkSizes:
         width = leaf.dtype.itemsize
         size[size_key] += leaf.size * width
     layers, family = config.layers // depth, config.family
-    is_tied = isinstance(network, Decoder) and network.head is None
+    is_tied = isinstance(network, Decoder) and config.tied
     # An embedding that is not the head is read for a few tokens only, and does not count.
     head_bytes = size["embedding"] if is_tied else size["head"] or target_head
     return NetworkSizes(

@@ -3,10 +3,16 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.drafts.base import Proposal
 from jaxspec.rollout.feedback.acceptance import DraftOverlap
+from jaxspec.rollout.verification.vocabulary import (
+    DraftVocabulary,
+    FullVocabulary,
+    make_vocabulary,
+)
 from jaxspec.rollout.verify import Distributions
 from jaxspec.sampling import Processing
 
@@ -30,6 +36,26 @@ class Block(NamedTuple):
     """Temperature factors to measure. It includes `factors`."""
     measured_slots: slice | Int[Array, " m"]
     """Slots in which the grid is measured."""
+
+
+class DraftLogits(NamedTuple):
+    """Distributions of a block's drafts."""
+
+    logits: Float[Array, "B K W"]
+    vocabulary: DraftVocabulary
+    is_certain: bool
+    """Whether each distribution is a point mass on the draft's token."""
+
+
+def read_draft_logits(block: Block) -> DraftLogits:
+    """Returns logits of all drafts, also of deterministic ones."""
+    proposal, vocab = block.proposal, block.logits.shape[-1]
+    if proposal.logits is None:
+        # Only the rules of rejection read these, and XLA removes them elsewhere.
+        is_drafted = proposal.tokens[:, :, None] == jnp.arange(vocab, dtype=jnp.int32)
+        point_masses = jnp.where(is_drafted, 0.0, -jnp.inf).astype(block.logits.dtype)
+        return DraftLogits(point_masses, FullVocabulary(vocab), True)
+    return DraftLogits(proposal.logits, make_vocabulary(proposal.ids, vocab), False)
 
 
 class BlockComparison(NamedTuple):

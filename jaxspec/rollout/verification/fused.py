@@ -13,6 +13,7 @@ For given drafts, it keeps and draws the same tokens as the plain form, up to ro
 a smaller vocabulary are other samples of the same distribution.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -20,8 +21,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import sampling
 from jaxspec.rollout.feedback.acceptance import DraftOverlap
-from jaxspec.rollout.verification.block import Block, BlockComparison, Verification
-from jaxspec.rollout.verification.summary import Summary, logprobs_from_summary, summarize
+from jaxspec.rollout.verification.block import (
+    Block,
+    BlockComparison,
+    DraftLogits,
+    Verification,
+    read_draft_logits,
+)
+from jaxspec.rollout.verification.summary import (
+    Summary,
+    logprobs_at_any_temperature,
+    logprobs_from_summary,
+    summarize,
+)
+from jaxspec.rollout.verification.vocabulary import make_vocabulary
 from jaxspec.rollout.verify import Distributions
 from jaxspec.sampling import Noise, Processing, Uniforms
 
@@ -55,7 +68,7 @@ def draw_drafts(
         ),
         noise,
     )
-    return indices if ids is None else ids[indices]
+    return make_vocabulary(ids, vocab).find_ids(indices)
 
 
 class _Summaries(NamedTuple):
@@ -64,15 +77,11 @@ class _Summaries(NamedTuple):
     With the logits, they give all log-probabilities.
     """
 
-    ids: Int[Array, " W"] | None
-    """The target's ids of the draft's vocabulary. None if the draft has the target's vocabulary."""
-    draft_indices: Int[Array, " V"] | None
-    """Index of each token of the target in the draft's vocabulary, or -1."""
+    drafts: DraftLogits
     target: Summary
     outside_mass: Float[Array, "B K1"]
     """Mass of the target outside the draft's vocabulary."""
-    draft: Summary | None
-    """None for deterministic drafts."""
+    draft: Summary
 
 
 def compare_block(block: Block) -> BlockComparison:
@@ -80,23 +89,28 @@ def compare_block(block: Block) -> BlockComparison:
 
     A draft that is NaN has an overlap of 0.
     """
-    ids, vocab = block.proposal.ids, block.logits.shape[-1]
-    draft_indices = None if ids is None else _index_draft_tokens(ids, vocab)
+    drafts = read_draft_logits(block)
     target, moments = summarize(
         _mask_logits(block, block.logits, block.response_positions, None),
         block.processing.temperature,
-        outside_mask=None if draft_indices is None else draft_indices < 0,
-        raw_logits=block.logits,
+        outside_mask=drafts.vocabulary.outside_mask,
+        finite_mask=jnp.isfinite(block.logits),
     )
-    draft = None
-    entropy = jnp.zeros(block.proposal.tokens.shape, moments.entropy.dtype)
-    if block.proposal.logits is not None:
-        temperature = block.processing.temperature * block.factors
-        draft, draft_moments = summarize(_draft_logits(block, ids), temperature, 0.0 in block.grid)
-        entropy = jnp.nan_to_num(draft_moments.entropy)
-    summaries = _Summaries(ids, draft_indices, target, moments.outside_mass, draft)
+    temperature = block.processing.temperature * block.factors
+    draft, draft_moments = summarize(_draft_logits(block, drafts), temperature, 0.0 in block.grid)
+    summaries = _Summaries(drafts, target, moments.outside_mass, draft)
+    entropy = (
+        jnp.zeros(block.proposal.tokens.shape, moments.entropy.dtype)
+        if drafts.is_certain
+        else jnp.nan_to_num(draft_moments.entropy)
+    )
     return BlockComparison(
-        distributions=_make_distributions(block, summaries),
+        distributions=Distributions(
+            draft_token_logprobs=partial(_draft_token_logprobs, block, summaries),
+            residual_mass=partial(_residual_mass, block, summaries),
+            draw_next=partial(_draw_next, block, summaries),
+            draw_target=partial(_draw_target, block, summaries),
+        ),
         finite=moments.finite & ~jnp.isnan(target.log_total),
         logprobs=lambda tokens: _token_logprobs(block, summaries, tokens),
         entropy=moments.entropy,
@@ -105,14 +119,6 @@ def compare_block(block: Block) -> BlockComparison:
 
 
 FUSED = Verification("fused", draw_drafts, compare_block)
-
-
-def _index_draft_tokens(ids: Int[Array, " W"], vocab: int) -> Int[Array, " V"]:
-    """Returns the index of each token in `ids`, or -1."""
-    indices = jnp.arange(len(ids), dtype=jnp.int32)
-    # `ids` are ascending.
-    no_indices = jnp.full((vocab,), -1, jnp.int32)
-    return no_indices.at[ids].set(indices, indices_are_sorted=True, unique_indices=True)
 
 
 # ---- log-probabilities, element by element
@@ -130,22 +136,33 @@ def _mask_logits(
     return sampling.process_logits(logits, untempered, response_positions, ids=ids)
 
 
-def _draft_logits(block: Block, ids: Int[Array, " W"] | None) -> Float[Array, "B K W"]:
+def _draft_logits(block: Block, drafts: DraftLogits) -> Float[Array, "B K W"]:
     """Returns the draft's masked logits over its own vocabulary."""
-    assert block.proposal.logits is not None, "only drafts with logits have distributions"
-    logits = sampling.promote_logits(block.proposal.logits)
-    return _mask_logits(block, logits, block.response_positions[:, : logits.shape[1]], ids)
+    logits = sampling.promote_logits(drafts.logits)
+    positions = block.response_positions[:, : logits.shape[1]]
+    return _mask_logits(block, logits, positions, drafts.vocabulary.ids)
+
+
+def _logprobs_of_draft(
+    block: Block,
+    summary: Summary,
+    logits: Float[Array, "*B N"],
+    indices: Int[Array, "*#B N"],
+) -> Float[Array, "*B N"]:
+    """Returns the draft's log-probabilities of masked logits.
+
+    `indices` are the draft's indices of their tokens.
+    """
+    if 0.0 in block.grid:
+        return logprobs_at_any_temperature(summary, logits, indices)
+    return logprobs_from_summary(summary, logits)
 
 
 def _draft_logprobs(block: Block, summaries: _Summaries) -> Float[Array, "B K W"]:
     """Returns the draft's log-probabilities over its own vocabulary."""
-    logits = _draft_logits(block, summaries.ids)
-    return logprobs_from_summary(_require_draft(summaries), logits, 0.0 in block.grid)
-
-
-def _require_draft(summaries: _Summaries) -> Summary:
-    assert summaries.draft is not None, "only drafts with logits have distributions"
-    return summaries.draft
+    logits = _draft_logits(block, summaries.drafts)
+    indices = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return _logprobs_of_draft(block, summaries.draft, logits, indices)
 
 
 def _token_logprobs(
@@ -164,13 +181,13 @@ def _target_logprobs(
     block: Block, summaries: _Summaries, rows: slice | Int[Array, " m"]
 ) -> Float[Array, "b K W"]:
     """Returns the target's log-probabilities over the draft's vocabulary."""
-    ids, positions = summaries.ids, slice(block.proposal.tokens.shape[1])
+    vocabulary, positions = summaries.drafts.vocabulary, slice(block.proposal.tokens.shape[1])
     logits = block.logits[rows][:, positions]
     masked = _mask_logits(
         block,
-        logits if ids is None else jnp.take(logits, ids, axis=-1),
+        vocabulary.select(logits),
         block.response_positions[rows][:, positions],
-        ids,
+        vocabulary.ids,
     )
     return logprobs_from_summary(
         summaries.target.select_at(rows).select_at(slice(None), positions), masked
@@ -184,8 +201,8 @@ def _compare_drafts(
     block: Block, summaries: _Summaries, entropy: Float[Array, "B K"]
 ) -> DraftOverlap:
     """Returns the overlap of target and draft at each draft."""
-    # All mass of a deterministic draft is on its token, so the overlap is the target's probability.
-    if summaries.draft is None:
+    # All mass is on the draft's token, so the overlap is the target's probability.
+    if summaries.drafts.is_certain:
         overlap = jnp.exp(_token_logprobs(block, summaries, block.proposal.tokens))
         repeated_overlap = jnp.repeat(
             overlap[block.measured_slots][:, :, None], len(block.grid), axis=2
@@ -210,141 +227,159 @@ def _compute_overlap(
 
 def _overlap_by_factor(block: Block, summaries: _Summaries) -> Float[Array, "m K F"]:
     """Returns the overlap at all factors of the grid, in the measured slots."""
-    rows, may_be_zero = block.measured_slots, 0.0 in block.grid
+    rows = block.measured_slots
 
     def add_factor_axis(values: Float[Array, "m K *W"]) -> Float[Array, "m K F *W"]:
         shape = *values.shape[:2], len(block.grid), *values.shape[2:]
         return jnp.broadcast_to(jnp.expand_dims(values, 2), shape)
 
-    logits = add_factor_axis(_draft_logits(block, summaries.ids)[rows])
+    logits = add_factor_axis(_draft_logits(block, summaries.drafts)[rows])
     temperatures = block.processing.temperature * jnp.asarray(block.grid, logits.dtype)
-    summary, _ = summarize(logits, temperatures, may_be_zero)
+    indices = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    summary, _ = summarize(logits, temperatures, may_be_zero=0.0 in block.grid)
     return _compute_overlap(
         add_factor_axis(_target_logprobs(block, summaries, rows)),
-        logprobs_from_summary(summary, logits, may_be_zero),
+        _logprobs_of_draft(block, summary, logits, indices),
     )
 
 
 # ---- distributions
 
 
-def _make_distributions(block: Block, summaries: _Summaries) -> Distributions:
-    length, may_be_zero = block.proposal.tokens.shape[1], 0.0 in block.grid
+def _draft_token_logprobs(
+    block: Block, summaries: _Summaries, draft_tokens: Int[Array, "B K"]
+) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
+    """Returns the draft tokens' log-probabilities under target and draft."""
+    indices = summaries.drafts.vocabulary.find_indices(draft_tokens)[:, :, None]
+    draft_logits = _draft_logits(block, summaries.drafts)
+    logits = jnp.take_along_axis(draft_logits, jnp.maximum(indices, 0), axis=2)
+    # A token outside the draft's vocabulary has draft probability 0.
+    logprobs = jnp.where(
+        indices < 0, -jnp.inf, _logprobs_of_draft(block, summaries.draft, logits, indices)
+    )
+    return _token_logprobs(block, summaries, draft_tokens), logprobs[:, :, 0]
 
-    def draft_token_logprobs(
-        draft_tokens: Int[Array, "B K"],
-    ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
-        indices = (
-            draft_tokens
-            if summaries.draft_indices is None
-            else summaries.draft_indices[draft_tokens]
-        )[:, :, None]
-        draft_logits = _draft_logits(block, summaries.ids)
-        logits = jnp.take_along_axis(draft_logits, jnp.maximum(indices, 0), axis=2)
-        # A token outside the draft's vocabulary has draft probability 0.
-        logprobs = jnp.where(
-            indices < 0,
-            -jnp.inf,
-            logprobs_from_summary(_require_draft(summaries), logits, may_be_zero, indices),
+
+def _residual_mass(
+    block: Block, summaries: _Summaries, log_weights: Float[Array, "B N"]
+) -> Float[Array, "B N"]:
+    """Returns the mass of the residual at each draft after the first."""
+    # Includes the first draft, which is not needed. With the same shape as the overlap, both are
+    # computed in one pass.
+    length = block.proposal.tokens.shape[1]
+    weights = jnp.pad(log_weights, ((0, 0), (1, 0)))[:, :length]
+    target = weights[:, :, None] + _target_logprobs(block, summaries, slice(None))
+    residual = jnp.maximum(jnp.exp(target) - jnp.exp(_draft_logprobs(block, summaries)), 0)
+    residual_inside = jnp.sum(residual, axis=-1)
+    return (residual_inside + jnp.exp(weights) * summaries.outside_mass[:, :length])[:, 1:]
+
+
+def _draw_next(
+    block: Block,
+    summaries: _Summaries,
+    accepted: Int[Array, " B"],
+    rejected: Bool[Array, " B"],
+    log_weight: Float[Array, " B"],
+    noise: Noise,
+) -> Int[Array, " B"]:
+    """Draws the token after the cut from the residual or the target."""
+    target = _target_logprobs_at(block, summaries, accepted)
+    # Without drafts nothing is rejected, and the residual is not used.
+    has_drafts = block.proposal.tokens.shape[1] > 0
+    draft = _draft_probs_at(block, summaries, accepted) if has_drafts else jnp.zeros_like(target)
+    weighted = log_weight[:, None] + target
+    residual, weights = jnp.maximum(jnp.exp(weighted) - draft, 0), jnp.exp(target)
+
+    def weigh_target(tokens: Int[Array, "B N"]) -> Float[Array, "B N"]:
+        return jnp.exp(_target_logprobs_of(block, summaries, accepted, tokens))
+
+    def weigh_residual(tokens: Int[Array, "B N"]) -> Float[Array, "B N"]:
+        target = _target_logprobs_of(block, summaries, accepted, tokens)
+        draft = (
+            _draft_probs_of(block, summaries, accepted, tokens)
+            if has_drafts
+            else jnp.zeros_like(target)
         )
-        return _token_logprobs(block, summaries, draft_tokens), logprobs[:, :, 0]
+        return jnp.maximum(jnp.exp(log_weight[:, None] + target) - draft, 0)
 
-    def residual_mass(log_weights: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        # Includes the first draft, which is not needed. With the same shape as the overlap, both
-        # are computed in one pass.
-        weights = jnp.pad(log_weights, ((0, 0), (1, 0)))[:, :length]
-        target = weights[:, :, None] + _target_logprobs(block, summaries, slice(None))
-        residual = jnp.maximum(jnp.exp(target) - jnp.exp(_draft_logprobs(block, summaries)), 0)
-        residual_inside = jnp.sum(residual, axis=-1)
-        return (residual_inside + jnp.exp(weights) * summaries.outside_mass[:, :length])[:, 1:]
+    if isinstance(noise, Uniforms):
+        weigh = weigh_residual, weigh_target
+        return sampling.draw_from_either(residual, weights, rejected, noise, weigh)
+    # If weighted target and draft agree up to rounding, a cut has probability about 0, and the
+    # residual may be zero everywhere.
+    from_residual = rejected[:, None] & jnp.any(residual > 0, axis=-1, keepdims=True)
+    return sampling.categorical(jnp.log(jnp.where(from_residual, residual, weights)), noise)
 
-    def draw_next(
-        accepted: Int[Array, " B"],
-        rejected: Bool[Array, " B"],
-        log_weight: Float[Array, " B"],
-        noise: Noise,
-    ) -> Int[Array, " B"]:
-        def target(tokens: Int[Array, "B N"] | None = None) -> Float[Array, "B N"]:
-            return jnp.exp(_target_logprobs_at(block, summaries, accepted, tokens))
 
-        def residual(tokens: Int[Array, "B N"] | None = None) -> Float[Array, "B N"]:
-            weighted = log_weight[:, None] + _target_logprobs_at(block, summaries, accepted, tokens)
-            draft = _draft_probs_at(block, summaries, accepted, tokens) if length else 0
-            return jnp.maximum(jnp.exp(weighted) - draft, 0)
+def _draw_target(block: Block, summaries: _Summaries, noise: Noise) -> Int[Array, "B K1"]:
+    """Draws target samples at every position."""
 
-        if isinstance(noise, Uniforms):
-            weights = residual(), target()
-            return sampling.draw_from_either(*weights, rejected, noise, (residual, target))
-        # If weighted target and draft agree up to rounding, a cut has probability about 0, and the
-        # residual may be zero everywhere.
-        residual_weights = residual()
-        from_residual = rejected[:, None] & jnp.any(residual_weights > 0, axis=-1, keepdims=True)
-        return sampling.categorical(
-            jnp.log(jnp.where(from_residual, residual_weights, target())), noise
-        )
+    def weigh(tokens: Int[Array, "B K1 M"]) -> Float[Array, "B K1 M"]:
+        logits = jnp.take_along_axis(block.logits, tokens, axis=2)
+        masked = _mask_logits(block, logits, block.response_positions, tokens)
+        return jnp.exp(logprobs_from_summary(summaries.target, masked))
 
-    def draw_target(noise: Noise) -> Int[Array, "B K1"]:
-        def weigh(tokens: Int[Array, "B K1 M"]) -> Float[Array, "B K1 M"]:
-            logits = jnp.take_along_axis(block.logits, tokens, axis=2)
-            masked = _mask_logits(block, logits, block.response_positions, tokens)
-            return jnp.exp(logprobs_from_summary(summaries.target, masked))
+    logprobs = logprobs_from_summary(
+        summaries.target, _mask_logits(block, block.logits, block.response_positions, None)
+    )
+    if isinstance(noise, Uniforms):
+        return sampling.draw_by_weight(jnp.exp(logprobs), noise, weigh)
+    return sampling.categorical(logprobs, noise)
 
-        logprobs = logprobs_from_summary(
-            summaries.target, _mask_logits(block, block.logits, block.response_positions, None)
-        )
-        if isinstance(noise, Uniforms):
-            return sampling.draw_by_weight(jnp.exp(logprobs), noise, weigh)
-        return sampling.categorical(logprobs, noise)
 
-    return Distributions(draft_token_logprobs, residual_mass, draw_next, draw_target)
+# ---- distributions at the cut, one position per row
 
 
 def _target_logprobs_at(
-    block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"] | None
-) -> Float[Array, "B N"]:
-    """Returns the target's log-probabilities at one position per row.
-
-    They are those of `tokens`, or of all tokens if None.
-    """
+    block: Block, summaries: _Summaries, cut: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Returns the target's log-probabilities of all tokens."""
     rows = jnp.arange(len(cut), dtype=jnp.int32)
-    logits = (
-        block.logits[rows, cut]
-        if tokens is None
-        else block.logits[rows[:, None], cut[:, None], tokens]
-    )
+    masked = _mask_logits(block, block.logits[rows, cut], block.response_positions[rows, cut], None)
+    return logprobs_from_summary(summaries.target.select_at(rows, cut), masked)
+
+
+def _target_logprobs_of(
+    block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"]
+) -> Float[Array, "B N"]:
+    """Returns the target's log-probabilities of some tokens."""
+    rows = jnp.arange(len(cut), dtype=jnp.int32)
+    logits = block.logits[rows[:, None], cut[:, None], tokens]
     masked = _mask_logits(block, logits, block.response_positions[rows, cut], tokens)
     return logprobs_from_summary(summaries.target.select_at(rows, cut), masked)
 
 
 def _draft_probs_at(
-    block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"] | None
-) -> Float[Array, "B N"]:
-    """Returns the draft's probabilities at one position per row.
+    block: Block, summaries: _Summaries, cut: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Returns the draft's probabilities of all tokens of the target."""
+    rows, depth = jnp.arange(len(cut), dtype=jnp.int32), _last_depth(block, cut)
+    vocabulary = summaries.drafts.vocabulary
+    logits = sampling.promote_logits(vocabulary.expand(summaries.drafts.logits[rows, depth]))
+    masked = _mask_logits(block, logits, block.response_positions[rows, cut], None)
+    summary = summaries.draft.select_at(rows, depth)
+    indices = jnp.maximum(vocabulary.indices, 0)
+    return vocabulary.clear_outside(jnp.exp(_logprobs_of_draft(block, summary, masked, indices)))
 
-    They are those of `tokens`, or of all tokens if None.
-    """
-    assert block.proposal.logits is not None, "only drafts with logits have distributions"
-    rows = jnp.arange(len(cut), dtype=jnp.int32)
-    # After the last draft nothing is rejected, and the values are not used.
-    depth = jnp.minimum(cut, block.proposal.tokens.shape[1] - 1)
-    if summaries.draft_indices is None:
-        indices = tokens
-    else:
-        indices = summaries.draft_indices if tokens is None else summaries.draft_indices[tokens]
+
+def _draft_probs_of(
+    block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"]
+) -> Float[Array, "B N"]:
+    """Returns the draft's probabilities of some tokens of the target."""
+    rows, depth = jnp.arange(len(cut), dtype=jnp.int32), _last_depth(block, cut)
+    indices = summaries.drafts.vocabulary.find_indices(tokens)
     # Clipped so that the gather is valid. The last line sets tokens outside to 0.
-    clipped_indices = None if indices is None else jnp.maximum(indices, 0)
-    logits = block.proposal.logits
-    if tokens is not None:
-        logits = logits[rows[:, None], depth[:, None], clipped_indices]
-    elif clipped_indices is None:
-        logits = logits[rows, depth]
-    else:
-        logits = jnp.take(logits[rows, depth], clipped_indices, axis=-1)
-    masked = _mask_logits(
-        block, sampling.promote_logits(logits), block.response_positions[rows, cut], tokens
+    clipped_indices = jnp.maximum(indices, 0)
+    logits = sampling.promote_logits(
+        summaries.drafts.logits[rows[:, None], depth[:, None], clipped_indices]
     )
-    summary = _require_draft(summaries).select_at(rows, depth)
-    draft_probs = jnp.exp(
-        logprobs_from_summary(summary, masked, 0.0 in block.grid, clipped_indices)
-    )
-    return draft_probs if indices is None else jnp.where(indices < 0, 0, draft_probs)
+    masked = _mask_logits(block, logits, block.response_positions[rows, cut], tokens)
+    summary = summaries.draft.select_at(rows, depth)
+    draft_probs = jnp.exp(_logprobs_of_draft(block, summary, masked, clipped_indices))
+    return jnp.where(indices < 0, 0, draft_probs)
+
+
+def _last_depth(block: Block, cut: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Returns the draft at the cut."""
+    # After the last draft nothing is rejected, and the values are not used.
+    return jnp.minimum(cut, block.proposal.tokens.shape[1] - 1)

@@ -8,7 +8,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import sampling
 from jaxspec.rollout.feedback.acceptance import DraftOverlap
-from jaxspec.rollout.verification.block import Block, BlockComparison, Verification
+from jaxspec.rollout.verification.block import (
+    Block,
+    BlockComparison,
+    Verification,
+    read_draft_logits,
+)
 from jaxspec.rollout.verify import Distributions
 from jaxspec.sampling import Noise, Processing
 
@@ -57,28 +62,21 @@ PLAIN = Verification("plain", draw_drafts, compare_block)
 
 
 def make_distributions(
-    target_logprobs: Float[Array, "B K1 V"], draft_logprobs: Float[Array, "B K V"] | None
+    target_logprobs: Float[Array, "B K1 V"], draft_logprobs: Float[Array, "B K V"]
 ) -> Distributions:
-    """Builds the functions of `Distributions` from log-probabilities.
-
-    Without draft log-probabilities, only `draw_target` may be called.
-    """
-
-    def require_draft() -> Float[Array, "B K V"]:
-        assert draft_logprobs is not None, "only drafts with logits have distributions"
-        return draft_logprobs
+    """Builds the functions of `Distributions` from log-probabilities."""
 
     def draft_token_logprobs(
         draft_tokens: Int[Array, "B K"],
     ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
         return _pick_tokens(
             target_logprobs[:, : draft_tokens.shape[1]], draft_tokens
-        ), _pick_tokens(require_draft(), draft_tokens)
+        ), _pick_tokens(draft_logprobs, draft_tokens)
 
     def residual_mass(log_weights: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        length = require_draft().shape[1]
+        length = draft_logprobs.shape[1]
         residuals = jnp.exp(log_weights[:, :, None] + target_logprobs[:, 1:length]) - jnp.exp(
-            require_draft()[:, 1:]
+            draft_logprobs[:, 1:]
         )
         return jnp.sum(jnp.maximum(residuals, 0), axis=-1)
 
@@ -91,7 +89,7 @@ def make_distributions(
         at_cut = accepted[:, None, None]
         target = jnp.take_along_axis(target_logprobs, at_cut, axis=1)[:, 0]
         # After the last draft it is clipped, and `rejected` is False.
-        draft = jnp.take_along_axis(require_draft(), at_cut, axis=1, mode="clip")[:, 0]
+        draft = jnp.take_along_axis(draft_logprobs, at_cut, axis=1, mode="clip")[:, 0]
         residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)
         # If weighted target and draft agree up to rounding, a cut has probability about 0, and the
         # residual may be zero everywhere.
@@ -113,22 +111,22 @@ def _pick_tokens(logprobs: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> 
 
 def _compare_drafts(
     block: Block, target_logprobs: Float[Array, "B K1 V"]
-) -> tuple[Float[Array, "B K V"] | None, DraftOverlap]:
+) -> tuple[Float[Array, "B K V"], DraftOverlap]:
     """Returns the draft's log-probabilities, and its overlap with the target."""
-    proposal, grid, measured_slots = block.proposal, block.grid, block.measured_slots
-    length = proposal.tokens.shape[1]
+    drafts, grid, measured_slots = read_draft_logits(block), block.grid, block.measured_slots
+    length = drafts.logits.shape[1]
     target_logprobs, response_positions = (
         target_logprobs[:, :length],
         block.response_positions[:, :length],
     )
-    # All mass of a deterministic draft is on its token, so the overlap is the target's probability.
-    if proposal.logits is None:
-        overlap = jnp.exp(_pick_tokens(target_logprobs, proposal.tokens))
-        repeated_overlap = jnp.repeat(overlap[measured_slots][:, :, None], len(grid), axis=2)
-        return None, DraftOverlap(overlap, repeated_overlap, jnp.zeros_like(overlap))
     logits = sampling.scatter_to_vocabulary(
-        sampling.promote_logits(proposal.logits), proposal.ids, target_logprobs.shape[-1]
+        sampling.promote_logits(drafts.logits), drafts.vocabulary.ids, target_logprobs.shape[-1]
     )
+    # All mass is on the draft's token, so the overlap is the target's probability.
+    if drafts.is_certain:
+        overlap = jnp.exp(_pick_tokens(target_logprobs, block.proposal.tokens))
+        repeated_overlap = jnp.repeat(overlap[measured_slots][:, :, None], len(grid), axis=2)
+        return logits, DraftOverlap(overlap, repeated_overlap, jnp.zeros_like(overlap))
 
     def compare_at_factor(
         factor: Float[Array, " K"] | float, rows: slice | Int[Array, " m"]

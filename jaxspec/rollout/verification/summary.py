@@ -7,11 +7,14 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 PART_SIZE = 512
 """Tokens in each part of the vocabulary that is summed by itself."""
+NO_TOKENS, ALL_TOKENS = np.zeros(1, bool), np.ones(1, bool)
+"""Masks with one value for all tokens."""
 
 
 class Summary(NamedTuple):
@@ -68,8 +71,8 @@ def summarize(
     logits: Float[Array, "*B V"],
     temperature: Float[Array, "*#B"] | float = 1.0,
     may_be_zero: bool = False,
-    outside_mask: Bool[Array, " V"] | None = None,
-    raw_logits: Float[Array, "*B V"] | None = None,
+    outside_mask: Bool[np.ndarray | Array, " #V"] = NO_TOKENS,
+    finite_mask: Bool[np.ndarray | Array, "*#B #V"] = ALL_TOKENS,
 ) -> tuple[Summary, Moments]:
     """Summarizes distributions in one pass over the vocabulary.
 
@@ -80,7 +83,7 @@ def summarize(
       temperature: one temperature for all distributions, or one for each.
       may_be_zero: whether a temperature can be 0.
       outside_mask: tokens whose probability is summed.
-      raw_logits: logits before any token was excluded, which must be finite.
+      finite_mask: logits that were finite before any token was excluded.
     """
     temperatures = jnp.broadcast_to(jnp.asarray(temperature, logits.dtype), logits.shape[:-1])
     is_positive = temperatures > 0
@@ -93,14 +96,13 @@ def summarize(
     token_ids = jnp.arange(math.prod(tempered.shape[-2:]), dtype=jnp.int32)
     # Only temperature 0 needs the argmax.
     token_ids = token_ids.reshape(tempered.shape[-2:]) if may_be_zero else jnp.int32(0)
-    outside_parts = None if outside_mask is None else _split_vocabulary(outside_mask, False)
     sums = _Sums(
         largest=tempered,
         total=weights,
         moment=zeros,
-        outside=zeros if outside_parts is None else jnp.where(outside_parts, weights, 0),
+        outside=jnp.where(_split_mask(outside_mask, False), weights, 0),
         place=jnp.broadcast_to(token_ids, tempered.shape),
-        finite=jnp.isfinite(zeros if raw_logits is None else _split_vocabulary(raw_logits, 0.0)),
+        finite=jnp.broadcast_to(_split_mask(finite_mask, True), tempered.shape),
     )
     zero = jnp.zeros((), logits.dtype)
     initial_sums = _Sums(
@@ -132,6 +134,14 @@ def _split_vocabulary(values: Array, fill: float | bool) -> Array:
     return padded.reshape(*values.shape[:-1], part_count, PART_SIZE)
 
 
+def _split_mask(mask: np.ndarray | Array, fill: bool) -> Array:
+    """Splits a mask of all tokens like the vocabulary, or one value for all."""
+    # Padding would keep XLA from folding the constant.
+    if mask.shape[-1] == 1:
+        return jnp.asarray(mask)[..., None]
+    return _split_vocabulary(jnp.asarray(mask), fill)
+
+
 def _merge_sums(left: _Sums, right: _Sums) -> _Sums:
     """Merges the sums of two parts of a vocabulary (online softmax)."""
     left_is_larger = left.largest >= right.largest
@@ -159,23 +169,24 @@ def _merge_sums(left: _Sums, right: _Sums) -> _Sums:
     )
 
 
-def logprobs_from_summary(
-    summary: Summary,
-    logits: Float[Array, "*B N"],
-    may_be_zero: bool = False,
-    token_positions: Int[Array, "*#B N"] | None = None,
-) -> Float[Array, "*B N"]:
+def logprobs_from_summary(summary: Summary, logits: Float[Array, "*B N"]) -> Float[Array, "*B N"]:
     """Returns log-probabilities of some logits of each distribution.
 
-    `token_positions` are their indices in the vocabulary of the distribution. None if the logits
-    are those of all tokens.
+    No temperature may be 0.
     """
     # The order of operations is that of `log_softmax`, so that rounding is the same.
     largest, temperature = summary.max_logit[..., None], summary.temperature[..., None]
-    if not may_be_zero:
-        return (logits / temperature - largest) - summary.log_total[..., None]
-    if token_positions is None:
-        token_positions = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return (logits / temperature - largest) - summary.log_total[..., None]
+
+
+def logprobs_at_any_temperature(
+    summary: Summary, logits: Float[Array, "*B N"], token_positions: Int[Array, "*#B N"]
+) -> Float[Array, "*B N"]:
+    """Returns log-probabilities of some logits, also at temperature 0.
+
+    `token_positions` are their indices in the vocabulary of the distribution.
+    """
+    largest, temperature = summary.max_logit[..., None], summary.temperature[..., None]
     is_positive = temperature > 0
     argmax_logprobs = jnp.where(token_positions == summary.argmax[..., None], 0, -jnp.inf).astype(
         logits.dtype

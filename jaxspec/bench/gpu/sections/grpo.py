@@ -35,6 +35,8 @@ from jaxspec.config.settings import (
 from jaxspec.host.programs import abstract_arguments, put_like
 from jaxspec.inputs.spec import LoraConfig
 from jaxspec.models.layers import cast_floats
+from jaxspec.rl.draft_objective import UntrainedDraft
+from jaxspec.rollout.verification.modes import Rejection
 from jaxspec.state import LENGTH, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
 
@@ -71,10 +73,10 @@ class StepMode(NamedTuple):
         # No stop ids, so that every answer has its full length.
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         if self.speculative:
-            rule = synthetic_rule(self.options.acceptance)
-            return dataclasses.replace(step, generator=step.generator.make_variant(rule=rule))
+            mode = Rejection(synthetic_rule(self.options.acceptance))
+            return dataclasses.replace(step, generator=step.generator.make_variant(mode=mode))
         # Without a draft nothing reads the aux hidden states, so the learner collects none.
-        learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
+        learner = dataclasses.replace(step.learner, draft_objective=UntrainedDraft(), taps=())
         return dataclasses.replace(
             step, learner=learner, generator=step.generator.without_draft(), init_draft=lambda: None
         )
@@ -220,7 +222,7 @@ def logprob_gap(
     Returns the mean and the maximum of their absolute difference.
     """
     # Only the policy's logprobs are compared, so the draft's objective and its inputs are left out.
-    learner = dataclasses.replace(step.learner, draft_objective=None, taps=())
+    learner = dataclasses.replace(step.learner, draft_objective=UntrainedDraft(), taps=())
     positions = learner.passes.place_rows(step.build_batch(finished))
     logprobs, _ = learner.passes.compute_logprobs(state.learner.policy.network, 0, positions)
     gap = jnp.abs(logprobs - positions.sampled_logprobs.astype(logprobs.dtype))

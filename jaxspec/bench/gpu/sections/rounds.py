@@ -81,7 +81,6 @@ def cell_recipes(plan: GpuPlan, cells: Sequence[Cell]) -> list[Recipe]:
 
 def place_round_count(run: GpuRun, count: int) -> jax.Array:
     """Places a number of rounds on the device."""
-    # Placed before the clock starts, so that no copy to the device is measured.
     return jax.device_put(jnp.int32(count), replicated_sharding(run.plan.mesh))
 
 
@@ -89,7 +88,7 @@ def time_rounds(run: GpuRun, cell: Cell) -> dict[str, Any]:
     """Times slices of rounds while all rows are running."""
     prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
     weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
-    # Rounds after which no row can have ended, even if each keeps every draft.
+    # A row runs for at least this many rounds, even if each keeps every draft.
     min_rounds = cell.new_tokens // (cell.draft_length + 1)
     warmup_rounds = max(1, min_rounds // 8)
     slice_rounds = max(1, min(MAX_SLICE_ROUNDS, (min_rounds - warmup_rounds) // TIMED_SLICES))
@@ -105,6 +104,7 @@ def time_rounds(run: GpuRun, cell: Cell) -> dict[str, Any]:
         )
         previous_lengths = first_lengths = _row_lengths(decode_state)
         for _ in range(TIMED_SLICES):
+            # Placed before the clock starts, so that no copy to the device is measured.
             count_array = place_round_count(run, slice_rounds)
             start_time = time.perf_counter()
             decode_state = wait_for_arrays(advance.program(weights, decode_state, count_array))

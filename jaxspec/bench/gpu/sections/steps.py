@@ -17,6 +17,7 @@ from jaxspec.bench.gpu.sections.grpo import PHASES, StepMode
 from jaxspec.bench.gpu.sections.rounds import place_round_count
 from jaxspec.bench.step import learning_flops
 from jaxspec.host import fit
+from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.state import Rollout, TrainState
 
 LEARN_CALLS = 3
@@ -67,7 +68,7 @@ class _PhaseStepper:
             mean, largest = programs["logprobs"](self.state, finished)
             self.gap = float(mean), float(largest)
         self.state, metrics = _time_phase(seconds, "learn", programs["learn"], self.state, finished)
-        return seconds, rollout_figures | {"packing": float(metrics["learner/packing"])}
+        return seconds, rollout_figures | {"packing": metrics_to_host(metrics)["learner/packing"]}
 
 
 def _describe_rollout(rollout: Rollout) -> dict[str, float]:
@@ -192,7 +193,7 @@ def _time_learning(run: GpuRun) -> dict[str, Any]:
         packing = 0.0
         for phase_seconds in seconds:
             state, metrics = _time_phase(phase_seconds, "learn", learn_program, state, finished)
-            packing = float(metrics["learner/packing"])
+            packing = metrics_to_host(metrics)["learner/packing"]
     options, read_lengths = run.options, mode.read_lengths(finished.rollout)
     # The first call also loads kernels, and disturbances only slow a call down.
     best_seconds = min(phase_seconds["learn"] for phase_seconds in seconds)

@@ -14,8 +14,8 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.system import metrics
-from jaxspec.system.metrics import MetricsWriter, token_rates
+from jaxspec.metrics import files
+from jaxspec.metrics.files import MetricsWriter
 
 
 def _events(workdir: Path) -> list:
@@ -55,7 +55,7 @@ def test_lines_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None
             ],
         )
     wanted = {"step": 0, "reward/mean": 0.5, "loss/policy": None, "entropy": None, "status/eos": 3}
-    assert metrics.read_metrics(tmp_path) == [wanted]
+    assert files.read_metrics(tmp_path) == [wanted]
     samples = [
         json.loads(line) for line in (tmp_path / "samples.jsonl").read_text("utf-8").splitlines()
     ]
@@ -95,7 +95,7 @@ def test_resuming_cuts_back_to_the_restored_step(tmp_path: Path) -> None:
         writer.truncate_from(2)
         writer.write_record({"step": 2, "run": 2})
         writer.write_samples(2, [{"run": 2}])
-    assert [(line["step"], line["run"]) for line in metrics.read_metrics(tmp_path)] == [
+    assert [(line["step"], line["run"]) for line in files.read_metrics(tmp_path)] == [
         (0, 1),
         (1, 1),
         (2, 2),
@@ -121,16 +121,16 @@ def test_tensorboard_hides_what_was_cut(tmp_path: Path) -> None:
 def test_torn_last_line_is_dropped_and_a_bad_one_inside_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1')
-    assert metrics.read_metrics(tmp_path) == [{"step": 0}]
+    assert files.read_metrics(tmp_path) == [{"step": 0}]
     MetricsWriter(tmp_path, 0).write_record({"step": 1})
-    assert metrics.read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
+    assert files.read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
     path.write_text('{"step": 0}\n{"step": 1}')  # only its newline is lost
-    assert metrics.read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
+    assert files.read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
     MetricsWriter(tmp_path, 0).write_record({"step": 2})
-    assert [line["step"] for line in metrics.read_metrics(tmp_path)] == [0, 1, 2]
+    assert [line["step"] for line in files.read_metrics(tmp_path)] == [0, 1, 2]
     path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     with pytest.raises(ConfigError, match=r"metrics.jsonl, line 2 is not JSON"):
-        metrics.read_metrics(tmp_path)
+        files.read_metrics(tmp_path)
 
 
 def test_full_disk_is_an_error_with_a_remedy(tmp_path: Path) -> None:
@@ -145,19 +145,7 @@ def test_full_disk_is_an_error_with_a_remedy(tmp_path: Path) -> None:
             writer.write_record({"step": 1, "entropy": 0.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(metrics.read_metrics(tmp_path)) == 1
-
-
-def test_tokens_a_second_mean_the_same_however_a_step_is_run() -> None:
-    """Over the whole step, learning included; generation alone has a name of its own, where it is
-    timed."""
-    whole = {"rollout/tokens": 120.0, "time/step": 3.0, "time/data": 0.5}
-    assert token_rates(whole) == {"rollout/tokens_per_s": 40.0}
-    staged = whole | {"time/generate": 1.5, "time/train": 1.0}
-    assert token_rates(staged) == {
-        "rollout/tokens_per_s": 40.0,
-        "rollout/generation_tokens_per_s": 80.0,
-    }
+    assert len(files.read_metrics(tmp_path)) == 1
 
 
 def test_a_program_does_not_import_torch_where_it_is_installed() -> None:
@@ -165,43 +153,3 @@ def test_a_program_does_not_import_torch_where_it_is_installed() -> None:
     pytest.importorskip("torch")
     code = "import sys, jaxspec.train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(("value", "count"), [(0.1, 7), (1 / 3, 128), (0.0, 1)])
-def test_equal_values_have_no_deviation(value: float, count: int) -> None:
-    assert metrics.standard_deviation(np.full(count, value, np.float32)) == 0.0
-
-
-def test_standard_deviation() -> None:
-    assert metrics.standard_deviation(np.asarray([0.0, 1.0, 1.0, 0.0], np.float32)) == 0.5
-    assert math.isnan(metrics.standard_deviation(np.zeros(0, np.float32)))
-
-
-def test_a_batch_of_several_rollouts_has_sums_means_and_extremes() -> None:
-    """A rollout without a number of its own takes no part."""
-    lines = [
-        {
-            "time/generate": 1.0,
-            "rollout/length_mean": 5.0,
-            "rollout/length_min": 2,
-            "rollout/length_max": 9,
-            "rollout/length_ended": math.nan,
-        },
-        {
-            "time/generate": 2.0,
-            "rollout/length_mean": 8.0,
-            "rollout/length_min": 1,
-            "rollout/length_max": 8,
-            "rollout/length_ended": 4.0,
-            "reward/mean": math.nan,
-        },
-    ]
-    merged = metrics.merge_rollout_metrics(lines)
-    assert math.isnan(merged.pop("reward/mean"))
-    assert merged == {
-        "time/generate": 3.0,
-        "rollout/length_mean": 6.5,
-        "rollout/length_min": 1,
-        "rollout/length_max": 9,
-        "rollout/length_ended": 4.0,
-    }

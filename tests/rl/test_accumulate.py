@@ -124,8 +124,8 @@ def test_ratios_and_advantages_of_labels_are_those_written_out() -> None:
         "advantage/max": by_label.max(),
         "advantage/min": by_label.min(),
     }
-    assert {name: float(value) for name, value in sums.extremes.items()} == pytest.approx(wanted)
-    means = {name: float(value / counts.labels) for name, value in sums.loss_metrics.items()}
+    means = {name: float(value) for name, value in sums.to_metrics(counts).items()}
+    assert {name: means[name] for name in wanted} == pytest.approx(wanted)
     assert means["ratio/kl"] == pytest.approx((np.exp(x) - 1 - x).mean())
     assert means["advantage/zero"] == pytest.approx((by_label == 0).mean())
     assert 0 < means["advantage/zero"] < 1

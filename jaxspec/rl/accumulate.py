@@ -22,9 +22,11 @@ from jaxspec.mesh import ROWS, keep_row_axes, row_shard_count, shard_map_rows
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.rl import optimizers
+from jaxspec.rl.batch_sums import BatchCounts, BatchSums
+from jaxspec.rl.draft_objective import DraftObjective
 from jaxspec.rl.fsdp import NetworkPair, WeightShards
 from jaxspec.rl.loss_terms import LogprobGap
-from jaxspec.rl.micro_batch import BatchCounts, BatchSums, MicroBatchObjective
+from jaxspec.rl.objective import MicroBatchObjective
 from jaxspec.rl.train_batch import (
     PolicyStates,
     TrainBatch,
@@ -205,8 +207,8 @@ class Passes:
         """Selects trained weights. None for untrained networks."""
         policy, draft = map(optimizers.trainable_parameters, networks)
         return (
-            None if self.objective.policy_loss is None else policy,
-            None if self.objective.draft is None else draft,
+            policy if self.objective.policy.is_trained else None,
+            draft if isinstance(self.objective.draft, DraftObjective) else None,
         )
 
     def _run_on_shard(

@@ -20,71 +20,19 @@ from jaxspec.mesh import ROWS
 from jaxspec.models.decoder import Decoder, DecoderOutput, cast_head, extract_head
 from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.models.moe import Traffic
+from jaxspec.rl.batch_sums import BatchCounts, BatchSums
 from jaxspec.rl.draft_objective import (
     DraftComparison,
     DraftObjective,
-    compare_draft,
-    depth_loss_mask,
-    unroll_draft,
+    UntrainedDraft,
 )
 from jaxspec.rl.fsdp import WeightShards
 from jaxspec.rl.logprobs import label_logprobs
 from jaxspec.rl.loss_terms import LogprobGap, LossInputs, clamp_log_ratio, k3, mask_labels, zero_gap
-from jaxspec.rl.losses import Aggregation, PolicyLoss
+from jaxspec.rl.losses import Aggregation, PolicyLoss, token_mean
 from jaxspec.rl.train_batch import Pack, TrainBatch, count_response_tokens, read_lengths
 from jaxspec.sampling import Processing
 from jaxspec.state import PyTree
-
-
-class BatchSums(NamedTuple):
-    """Sums over the loss mask. The draft has A depths."""
-
-    policy_loss: Float[Array, ""]
-    """Weighted label losses, whose sum is the loss of the batch."""
-    entropy: Float[Array, ""]
-    gap: LogprobGap
-    loss_metrics: dict[str, Float[Array, ""]]
-    """Metrics of the policy loss."""
-    maxima: dict[str, Float[Array, ""]]
-    """Maxima in place of sums: of `NAME/max`, and of the negative of `NAME/min`."""
-    traffic: Traffic | None
-    """Expert traffic of a policy that has experts and is trained."""
-    draft: DraftComparison
-
-    def merge_with(self, other: "BatchSums") -> "BatchSums":
-        """Merges the sums of two micro-batches."""
-        maxima = jax.tree.map(jnp.maximum, self.maxima, other.maxima)
-        sums = jax.tree.map(jnp.add, self, other)
-        return sums._replace(gap=self.gap.merge_with(other.gap), maxima=maxima)
-
-    def sum_over_shards(self) -> "BatchSums":
-        """Sums over all data shards. Runs on each of them."""
-        max_gap, maxima = lax.pmax((self.gap.max_absolute, self.maxima), ROWS)
-        sums = lax.psum(self, ROWS)
-        return sums._replace(gap=sums.gap._replace(max_absolute=max_gap), maxima=maxima)
-
-    @property
-    def extremes(self) -> dict[str, Float[Array, ""]]:
-        """Returns maxima and minima by name."""
-        return {
-            name: -value if name.endswith("/min") else value for name, value in self.maxima.items()
-        }
-
-
-class BatchCounts(NamedTuple):
-    """Divisors of the sums, counted over the whole batch."""
-
-    # Counted before the first micro-batch is read, so that means are those of the batch.
-
-    labels: Float[Array, ""]
-    """Labels in the loss mask."""
-    texts: Float[Array, ""]
-    """Rows with such labels."""
-    labels_by_depth: Float[Array, " A"]
-    """Labels predicted by each depth of the draft."""
-    positions: Float[Array, ""]
-    """Positions with a text."""
-
 
 COMMON_METRICS = ("advantage/zero", "ratio/kl")
 """Metrics of every policy loss."""
@@ -127,13 +75,92 @@ def count_labels(loss_mask: Bool[Array, "B S"], dtype: np.dtype) -> Float[Array,
     return jnp.sum(loss_mask[:, 1:], axis=1, dtype=dtype)
 
 
+class LossSums(NamedTuple):
+    """Sums of a policy's loss, and of what it measures."""
+
+    loss: Float[Array, ""]
+    metrics: dict[str, Float[Array, ""]]
+    maxima: dict[str, Float[Array, ""]]
+
+
+class PolicyObjective(NamedTuple):
+    """Training objective of a policy.
+
+    It is static in a compiled program.
+    """
+
+    loss: PolicyLoss
+    aggregation: Aggregation = token_mean
+    """Weight of each label in the loss."""
+    is_trained = True
+
+    def score_labels(
+        self, logits: Any, labels: Any, positions: Any, processing: Processing
+    ) -> tuple[Any, Any]:
+        """Computes logprobs and entropies at labels."""
+        return label_logprobs(logits, labels, positions, processing)
+
+    def sum_losses(
+        self, inputs: LossInputs, label_counts: Float[Array, "1 T"], counts: BatchCounts
+    ) -> LossSums:
+        """Sums the loss and its metrics over labels.
+
+        `label_counts` has the number of labels of each label's row.
+        """
+
+        def sum_labels(values: Float[Array, "1 T"]) -> Float[Array, ""]:
+            return jnp.sum(mask_labels(inputs, values))
+
+        divisors = jnp.maximum(counts.labels, 1), jnp.maximum(counts.texts, 1)
+        label_losses, label_metrics = self.loss(inputs)
+        label_metrics = label_metrics | _common_metrics(inputs)
+        return LossSums(
+            sum_labels(self.aggregation(label_counts, *divisors) * label_losses),
+            {name: sum_labels(values) for name, values in label_metrics.items()},
+            _label_maxima(inputs),
+        )
+
+    def empty_sums(self, zero: Float[Array, ""]) -> LossSums:
+        """Returns the sums over no labels."""
+        # A loss may be user code, so its metrics are found by tracing it.
+        inputs: dict[str, Any] = dict.fromkeys(LossInputs._fields, np.zeros((1, 1), zero.dtype))
+        inputs |= {"loss_mask": np.zeros((1, 1), bool), "text_start": np.zeros((1, 1), np.int32)}
+        traced_metrics = jax.eval_shape(self.loss, LossInputs(**inputs)).metrics
+        names = sorted([*traced_metrics, *COMMON_METRICS])
+        return LossSums(zero, dict.fromkeys(names, zero), dict.fromkeys(EXTREMES, zero - jnp.inf))
+
+
+class FrozenPolicy(NamedTuple):
+    """Objective of a policy that is only read."""
+
+    is_trained = False
+
+    def score_labels(
+        self, logits: Any, labels: Any, positions: Any, processing: Processing
+    ) -> tuple[Any, Any]:
+        """Returns zeros, since no loss reads logprobs or entropies."""
+        del positions, processing
+        zeros = jnp.zeros(labels.shape, np.promote_types(logits.dtype, np.float32))
+        return zeros, zeros
+
+    def sum_losses(
+        self, inputs: LossInputs, label_counts: Float[Array, "1 T"], counts: BatchCounts
+    ) -> LossSums:
+        """Returns the sums over no labels."""
+        del label_counts, counts
+        return self.empty_sums(jnp.zeros((), inputs.policy_logprobs.dtype))
+
+    def empty_sums(self, zero: Float[Array, ""]) -> LossSums:
+        """Returns the sums over no labels."""
+        return LossSums(zero, {}, {})
+
+
 @dataclasses.dataclass(frozen=True)
 class MicroBatchObjective:
-    """Losses of policy and draft, None if not trained."""
+    """Losses of policy and draft on a micro-batch."""
 
-    policy_loss: PolicyLoss | None
-    aggregation: Aggregation
-    draft: DraftObjective | None
+    policy: PolicyObjective | FrozenPolicy
+    draft: DraftObjective | UntrainedDraft
     processing: Processing
     taps: tuple[int, ...]
     """Layer boundaries whose hidden states the draft reads."""
@@ -142,22 +169,15 @@ class MicroBatchObjective:
     needs_order: bool
     """Whether collectives must be ordered by data, as on several CPU devices."""
 
-    @property
-    def depth_count(self) -> int:
-        """Number of draft depths that are trained."""
-        return 0 if self.draft is None else self.draft.depth_count
-
     def count_mini_batch(self, batch: TrainBatch, mini_batch: Int[Array, ""]) -> BatchCounts:
         """Counts a mini-batch over all shards. Runs on each of them."""
         dtype = self.accum_dtype
         is_read = batch.plan.micro_batch[mini_batch] >= 0
         labels = count_labels(batch.loss_mask, dtype)
         mask = batch.loss_mask[:, 1:] & is_read[:, None]
-        labels_by_depth = jnp.zeros((0,), dtype)
-        if self.draft is not None:
-            positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
-            depth_mask = depth_loss_mask(self.draft, mask, positions, self.depth_count)
-            labels_by_depth = jnp.sum(depth_mask, axis=(0, 1), dtype=dtype)
+        positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
+        depth_mask = self.draft.label_mask(mask, positions)
+        labels_by_depth = jnp.sum(depth_mask, axis=(0, 1), dtype=dtype)
         read_count = jnp.sum(jnp.where(is_read, read_lengths(batch.loss_mask), 0), dtype=dtype)
         label_count = jnp.sum(jnp.where(is_read, labels, 0))
         text_count = jnp.sum(is_read & (labels > 0), dtype=dtype)
@@ -168,44 +188,26 @@ class MicroBatchObjective:
         zero = jnp.zeros_like(counts.labels)
         layer_zeros, experts = jnp.zeros((config.layers,), zero.dtype), config.family.experts
         expert_zeros = jnp.zeros((config.layers, experts), zero.dtype)
+        has_traffic = bool(experts) and self.policy.is_trained
+        loss_sums = self.policy.empty_sums(zero)
         return BatchSums(
-            policy_loss=zero,
+            policy_loss=loss_sums.loss,
             entropy=zero,
             gap=zero_gap(zero.dtype),
-            loss_metrics=dict.fromkeys(self.metric_names, zero),
-            maxima=dict.fromkeys(EXTREMES if self.policy_loss else (), zero - jnp.inf),
-            traffic=Traffic(expert_zeros, layer_zeros) if experts and self.policy_loss else None,
+            loss_metrics=loss_sums.metrics,
+            maxima=loss_sums.maxima,
+            traffic=Traffic(expert_zeros, layer_zeros) if has_traffic else None,
             draft=DraftComparison(*[jnp.zeros_like(counts.labels_by_depth)] * 3),
-        )
-
-    @property
-    def metric_names(self) -> list[str]:
-        """Names of the policy loss's metrics."""
-        if self.policy_loss is None:
-            return []
-        # A loss may be user code, so its metrics are found by tracing it.
-        inputs: dict[str, Any] = dict.fromkeys(
-            LossInputs._fields, np.zeros((1, 1), self.accum_dtype)
-        )
-        inputs |= {"loss_mask": np.zeros((1, 1), bool), "text_start": np.zeros((1, 1), np.int32)}
-        return sorted(
-            [*jax.eval_shape(self.policy_loss, LossInputs(**inputs)).metrics, *COMMON_METRICS]
         )
 
     def total_loss(self, sums: BatchSums, counts: BatchCounts) -> Float[Array, ""]:
         """Adds the policy's and the draft's loss. Each has a gradient in its own weights only."""
         loss = jnp.zeros((), sums.policy_loss.dtype)
-        if self.policy_loss is not None:
+        if self.policy.is_trained:
             loss = loss + sums.policy_loss
-        if self.draft is not None:
-            loss = loss + self.draft_loss(sums.draft.loss, counts)
+        if isinstance(self.draft, DraftObjective):
+            loss = loss + self.draft.weigh_depths(sums.draft.loss, counts.labels_by_depth)
         return loss
-
-    def draft_loss(self, depth_sums: Float[Array, " A"], counts: BatchCounts) -> Float[Array, ""]:
-        """Computes the weighted sum of the depths' means."""
-        assert self.draft is not None, "the draft needs an objective"
-        weights = jnp.asarray(self.draft.depth_weights(len(depth_sums)), depth_sums.dtype)
-        return jnp.sum(weights * depth_sums / jnp.maximum(counts.labels_by_depth, 1))
 
     def sum_micro_batch(
         self,
@@ -222,7 +224,11 @@ class MicroBatchObjective:
 
         `row[i]` is the batch row that position i of the pack came from.
         """
-        target, accum_dtype, depth_count = attach_lora(policy), self.accum_dtype, self.depth_count
+        target, accum_dtype, depth_count = (
+            attach_lora(policy),
+            self.accum_dtype,
+            self.draft.depth_count,
+        )
         if batch.states is None:
             forward = target(
                 pack.tokens,
@@ -230,17 +236,17 @@ class MicroBatchObjective:
                 taps=self.taps,
                 first=pack.text_start,
                 prepare_layer=shards.gather_layer,
-                traffic_mask=pack.loss_mask if self.policy_loss else None,
+                traffic_mask=pack.loss_mask if self.policy.is_trained else None,
             )
         else:
-            assert self.policy_loss is None, "a policy with stored states cannot be trained"
+            assert not self.policy.is_trained, "a policy with stored states cannot be trained"
             states = jax.tree.map(lambda row_states: row_states[row, pack.positions], batch.states)
             forward = DecoderOutput(states.hidden, states.taps, cache=None, traffic=None)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depth_count, 0), accum_dtype)
-        if self.draft is not None:
+        if isinstance(self.draft, DraftObjective):
             last_hidden, network = shards.order_draft_backward(forward.hidden, draft)
             forward = forward._replace(hidden=last_hidden)
-            hidden = self._unroll_draft(network, online, target, forward, pack, depth_count)
+            hidden = self._unroll_draft(self.draft, network, online, target, forward, pack)
             if self.needs_order:
                 (hidden,), last_hidden = enforce_order((hidden,), last_hidden)
                 forward = forward._replace(hidden=last_hidden)
@@ -253,16 +259,14 @@ class MicroBatchObjective:
         ) -> tuple[Any, Any, DraftComparison]:
             target, network = networks
             logits = target.logits(hidden_target)
-            logprobs, entropy = self._score_labels(logits, labels, positions)
+            logprobs, entropy = self.policy.score_labels(logits, labels, positions, self.processing)
             empty = DraftComparison(*[jnp.zeros(hidden.shape[:3], accum_dtype)] * 3)
-            if self.draft is None:
+            if not isinstance(self.draft, DraftObjective):
                 return logprobs, entropy, empty
             if self.needs_order:
                 # The draft's collectives are in a `cond` and must follow the policy's.
                 (logprobs, entropy), hidden = enforce_order((logprobs, entropy), hidden)
-            compare = partial(
-                compare_draft, network, lax.stop_gradient(target), objective=self.draft
-            )
+            compare = partial(self.draft.compare, network, lax.stop_gradient(target))
             # The draft's loss reads the policy's logits but must not change the policy.
             logits = lax.stop_gradient(logits)
             return (logprobs, entropy, lax.cond(online, compare, lambda *_: empty, logits, hidden))
@@ -274,46 +278,27 @@ class MicroBatchObjective:
             score_chunk, heads, elements, *chunk_inputs, mask=pack.loss_mask
         )
 
-        def sum_labels(values: Float[Array, "1 T"]) -> Float[Array, ""]:
-            return jnp.sum(jnp.where(pack.loss_mask, values, 0))
-
         inputs = self._build_loss_inputs(logprobs, entropy, pack, row, batch)
         # Older rows differ by updates since they were sampled, which is no fault of the recording.
         is_current = (
             pack.loss_mask if batch.is_current is None else pack.loss_mask & batch.is_current[row]
         )
-        loss, loss_metrics, maxima = jnp.zeros((), accum_dtype), {}, {}
-        if self.policy_loss is not None:
-            labels = count_labels(batch.loss_mask, accum_dtype)[row]
-            divisors = jnp.maximum(counts.labels, 1), jnp.maximum(counts.texts, 1)
-            label_losses, label_metrics = self.policy_loss(inputs)
-            loss = sum_labels(self.aggregation(labels, *divisors) * label_losses)
-            label_metrics = label_metrics | _common_metrics(inputs)
-            loss_metrics = {name: sum_labels(value) for name, value in label_metrics.items()}
-            maxima = _label_maxima(inputs)
-        depth_mask = jnp.zeros(comparison.loss.shape, bool)
-        if self.draft is not None:
-            depth_mask = depth_loss_mask(self.draft, pack.loss_mask, pack.positions, depth_count)
+        label_counts = count_labels(batch.loss_mask, accum_dtype)[row]
+        loss_sums = self.policy.sum_losses(inputs, label_counts, counts)
+        depth_mask = self.draft.label_mask(pack.loss_mask, pack.positions)
         return BatchSums(
-            policy_loss=loss,
-            entropy=sum_labels(lax.stop_gradient(entropy)),
+            policy_loss=loss_sums.loss,
+            entropy=jnp.sum(jnp.where(pack.loss_mask, lax.stop_gradient(entropy), 0)),
             gap=LogprobGap.from_logprobs(
                 lax.stop_gradient(logprobs), inputs.sampled_logprobs, is_current
             ),
-            loss_metrics=loss_metrics,
-            maxima=maxima,
+            loss_metrics=loss_sums.metrics,
+            maxima=loss_sums.maxima,
             traffic=forward.traffic,
             draft=DraftComparison(
                 *(jnp.sum(jnp.where(depth_mask, values, 0), axis=(0, 1)) for values in comparison)
             ),
         )
-
-    def _score_labels(self, logits: Any, labels: Any, positions: Any) -> tuple[Any, Any]:
-        """Computes logprobs and entropies, zeros without loss."""
-        if self.policy_loss is None:
-            zeros = jnp.zeros(labels.shape, self.accum_dtype)
-            return zeros, zeros
-        return label_logprobs(logits, labels, positions, self.processing)
 
     def _build_loss_inputs(
         self,
@@ -376,21 +361,20 @@ class MicroBatchObjective:
 
     def _unroll_draft(
         self,
+        objective: DraftObjective,
         network: PyTree,
         online: Bool[Array, ""],
         target: Decoder,
         forward: DecoderOutput,
         pack: Pack,
-        depth_count: int,
     ) -> Float[Array, "1 T A D"]:
         """Computes the draft head's inputs, zeros if not `online`."""
-        detached, objective = lax.stop_gradient((target, forward)), self.draft
-        assert objective is not None, "the draft needs an objective"
+        detached = lax.stop_gradient((target, forward))
         if self.needs_order:
             pack = pack._replace(tokens=order_after(pack.tokens, [signal_ready(forward.hidden)]))
 
         def run_draft(network: PyTree) -> Float[Array, "1 T A D"]:
-            return unroll_draft(network, *detached, pack, depth_count, objective)
+            return objective.unroll_depths(network, *detached, pack)
 
         shape = jax.eval_shape(run_draft, network)
         return lax.cond(online, run_draft, lambda _: jnp.zeros(shape.shape, shape.dtype), network)

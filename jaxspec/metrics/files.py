@@ -7,11 +7,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
 from typing import Any, Literal
-
-import numpy as np
 
 from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.json_keys import format_value
@@ -277,68 +274,3 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
             " remove that line",
         )
     return records
-
-
-def merge_rollout_metrics(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the metrics of a batch's rollouts.
-
-    Seconds, tokens and counts of rows are summed. Shortest and longest responses give their
-    extremes, all other metrics their mean over the rollouts that have them.
-    """
-    merged = {}
-    # A dict instead of a set keeps the order of the names.
-    for name in {name: None for record in records for name in record}:
-        values = [
-            value for record in records if not math.isnan(value := record.get(name, math.nan))
-        ]
-        is_summed = name == "rollout/tokens" or name.startswith(("time/", "status/"))
-        extremes = {"rollout/length_min": min, "rollout/length_max": max}
-        reduce = sum if is_summed else extremes.get(name, fmean)
-        merged[name] = reduce(values) if values else math.nan
-    return merged
-
-
-def standard_deviation(values: np.ndarray) -> float:
-    """Returns the population standard deviation, NaN without values.
-
-    It is exactly 0 if all values are equal.
-    """
-    if not values.size:
-        return math.nan
-    # The mean of equal values is rounded and may differ from them.
-    return float(values.std(dtype=np.float64)) if np.ptp(values) else 0.0
-
-
-def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Selects the numbers of a batch that the terminal shows.
-
-    These are its results, and the number of failed rows and skipped updates if there are any.
-    """
-    result_metrics = {
-        "reward": "reward/mean",
-        "acceptance_length": "rollout/acceptance_length",
-        "tokens_per_s": "rollout/tokens_per_s",
-    }
-    fault_metrics = {
-        "failed": "status/failed",
-        "skipped_policy": "skipped/policy",
-        "skipped_draft": "skipped/draft",
-    }
-    numbers = {name: record[key] for name, key in result_metrics.items()}
-    return numbers | {name: record[key] for name, key in fault_metrics.items() if record.get(key)}
-
-
-def token_rates(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the tokens per second of a batch.
-
-    There is a rate over the full step, and one over generation if that was timed separately.
-    """
-    duration_metrics = {
-        "rollout/tokens_per_s": "time/step",
-        "rollout/generation_tokens_per_s": "time/generate",
-    }
-    return {
-        name: record["rollout/tokens"] / record[duration]
-        for name, duration in duration_metrics.items()
-        if duration in record
-    }

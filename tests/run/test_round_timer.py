@@ -22,12 +22,14 @@ from jaxspec.config.settings import (
 )
 from jaxspec.host import round_cost
 from jaxspec.host.programs import compile_for_generator
-from jaxspec.host.round_cost import TIMED_ROUNDS, RoundTimer, predict_chooser
+from jaxspec.host.round_cost import predict_chooser
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback.length_chooser import TIMINGS_PER_COST, TimedCosts
 from jaxspec.rollout.generator import Generator
+from jaxspec.run import round_timer
+from jaxspec.run.round_timer import TIMED_ROUNDS, RoundTimer
 from jaxspec.run.schedules import (
     StepSchedule,
     compile_staged_schedule,
@@ -149,7 +151,7 @@ def rollout_on_a_false_clock(
         now[0] += OVERHEAD + float((made(after, lengths) - before) @ np.asarray(costs))
         return after
 
-    monkeypatch.setattr(round_cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(round_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     timer, prompts = RoundTimer(at.generator), at.prompts.replace(batch=jnp.int32(batch))
     running = at.begin(ready, prompts)
     one_slice = timer.begin_rollout(advance, ready, prompts)
@@ -186,7 +188,7 @@ def test_false_costs_are_found_out_within_thirty_rounds(
     *timing, (asked, before) = seen.rounds
     assert [rounds for rounds, _ in timing] == [1, 1, 1 + TIMED_ROUNDS] * 4
     assert before <= SOON
-    assert asked == round_cost.CHECK_INTERVAL
+    assert asked == round_timer.CHECK_INTERVAL
     assert seen.choices[right] == seen.choices.sum() == 20
     # what was timed is the cost itself, what was not follows it
     np.testing.assert_allclose(seen.cost[:, 0, 0], costs, rtol=1e-4)
@@ -209,7 +211,7 @@ def test_false_costs_are_found_out_within_thirty_rounds(
         lambda ready, running, rounds: calls.append(int(rounds)) or running, lying, at.prompts
     )
     one_slice(at.begin(ready, at.prompts))
-    assert calls == [round_cost.CHECK_INTERVAL]
+    assert calls == [round_timer.CHECK_INTERVAL]
     np.testing.assert_array_equal(timer.end_rollout(), seen.cost)
 
 

@@ -1,0 +1,1 @@
+"""Metrics of a run: their names and meanings, and the files that hold them."""

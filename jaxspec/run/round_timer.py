@@ -1,0 +1,149 @@
+"""Timer of rounds in the first rollout of a run."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxspec.host.programs import put_like
+from jaxspec.host.round_cost import broadcast_table, cost_file, load_costs
+from jaxspec.inputs.streams import Stream
+from jaxspec.mesh import replicated_sharding, row_shard_count
+from jaxspec.rollout.decode_state import DecodeState
+from jaxspec.rollout.feedback import length_chooser
+from jaxspec.rollout.feedback.length_chooser import TimedCosts
+from jaxspec.rollout.generator import Generator
+from jaxspec.state import (
+    Prompts,
+    RolloutWeights,
+)
+from jaxspec.storage.tables import save_table
+
+AdvanceRounds = Callable[[RolloutWeights, DecodeState, np.int32], DecodeState]
+"""Runs the given number of rounds. Donates the decode state."""
+AdvanceSlice = Callable[[DecodeState], DecodeState]
+"""Runs the rounds of one slice."""
+TIMED_ROUNDS = 4
+"""Rounds that the first rollout times for a length: with the warm-up, 21 rounds for 3 lengths."""
+CHECK_INTERVAL = 64
+"""Rounds between checks of the first rollout for costs that were not timed yet."""
+UNBOUNDED = np.iinfo(np.int32).max
+"""Number of rounds of a slice that runs until all rows have ended."""
+
+
+class RoundTimer:
+    """Timer of rounds in the first rollout.
+
+    Forces each length for a few rounds, in each loop and context that the rollout reaches.
+    """
+
+    def __init__(self, generator: Generator, slice_rounds: int = UNBOUNDED) -> None:
+        self._slice_rounds, settings = slice_rounds, generator.settings
+        self._file = cost_file(generator, generator.prompt_length)
+        self._context_ends = length_chooser.context_buckets(generator.row_length)
+        self._tail = settings.tail[: length_chooser.MAX_LOOPS - 1]
+        shard_count = row_shard_count(generator.mesh)
+        self._find_busiest = jax.jit(
+            functools.partial(length_chooser.summarize_load, shards=shard_count),
+            out_shardings=replicated_sharding(generator.mesh),
+        )
+        self._times_next = False
+        """Whether the next training rollout is timed, even if it is not the first."""
+        self._costs: TimedCosts | None = None
+        """Costs of the rollout that is being timed, if any."""
+        self._was_timed = False
+        """Whether the last slice was timed."""
+
+    def time_next_rollout(self) -> None:
+        """Times the next training rollout, whatever its number."""
+        # For a resumed run from another machine, where rounds had other costs.
+        self._times_next = True
+
+    def begin_rollout(
+        self, advance: AdvanceRounds, weights: RolloutWeights, prompts: Prompts
+    ) -> AdvanceSlice:
+        """Begins a rollout. Returns the function that advances it by a slice."""
+        chooser = weights.drafter.chooser
+        assert chooser is not None, "lengths are chosen by costs"
+        is_training = int(prompts.stream) == Stream.TRAIN
+        is_timed = is_training and (int(prompts.batch) == 0 or self._times_next)
+        self._costs, self._was_timed = None, False
+        if not is_timed:
+            return lambda decode_state: advance(weights, decode_state, np.int32(self._slice_rounds))
+        saved = load_costs(self._file, chooser.round_cost.shape)
+        is_known = bool(saved.any())
+        costs = TimedCosts(saved if is_known else np.asarray(chooser.round_cost), final=is_known)
+        self._costs = costs
+        return functools.partial(self._advance_slice, costs, advance, weights)
+
+    def end_rollout(self) -> np.ndarray | None:
+        """Saves and returns a timed rollout's costs. None if it was not timed."""
+        costs, self._costs = self._costs, None
+        if costs is None:
+            return None
+        self._times_next = False
+        # The next run times nothing if there is a file, so an incomplete one is not saved.
+        if costs.has_all_lengths and jax.process_index() == 0:
+            save_table(self._file, costs.table, "the next run times its rounds anew")
+        return costs.table
+
+    def _advance_slice(
+        self,
+        costs: TimedCosts,
+        advance: AdvanceRounds,
+        weights: RolloutWeights,
+        decode_state: DecodeState,
+    ) -> DecodeState:
+        cell = self._find_cell(decode_state)
+        # Right after a timed slice, repeats of known costs can wait.
+        can_retime = not self._was_timed
+        length_index = None if cell is None else costs.next_length_index(*cell, retime=can_retime)
+        self._was_timed = length_index is not None
+        if cell is None or length_index is None:
+            rounds = np.int32(min(self._slice_rounds, CHECK_INTERVAL))
+            return advance(_with_costs(weights, costs.table), decode_state, rounds)
+        seconds = []
+        forced_cost = length_chooser.single_length_cost(costs.table.shape, length_index)
+        forced_weights = _with_costs(weights, forced_cost)
+        # The first call loads the kernels of the length, and lets its draft catch up on tokens. The
+        # second and third differ by TIMED_ROUNDS, which cancels the fixed cost of a call.
+        for rounds in (1, 1, 1 + TIMED_ROUNDS):
+            start_time = time.perf_counter()
+            decode_state = jax.block_until_ready(
+                advance(forced_weights, decode_state, np.int32(rounds))
+            )
+            seconds.append(time.perf_counter() - start_time)
+        # All processes must choose alike. Only past times decide, so sampling stays exact.
+        _, short_seconds, long_seconds = broadcast_table(np.asarray(seconds, np.float32)).tolist()
+        # Times that span two cells belong to neither.
+        if self._find_cell(decode_state) == cell:
+            costs.add_timing((length_index, *cell), short_seconds, long_seconds, TIMED_ROUNDS)
+        return decode_state
+
+    def _find_cell(self, decode_state: DecodeState) -> tuple[int, int] | None:
+        """Returns loop and context of the next rounds.
+
+        The busiest shard decides. None if all rows have ended, or if a preempted row waits.
+        """
+        rollout = decode_state.rollout
+        busiest_shard = self._find_busiest(
+            rollout.status, rollout.lengths, rollout.prompt_lengths, decode_state.queue.waiting
+        )
+        rows, longest, evicted = np.asarray(busiest_shard).tolist()
+        # Recomputing a preempted row would be timed as part of some round.
+        if evicted or not rows:
+            return None
+        context = min(
+            int(np.searchsorted(self._context_ends, longest)), len(self._context_ends) - 1
+        )
+        return sum(rows <= size for size in self._tail), context
+
+
+def _with_costs(weights: RolloutWeights, cost: np.ndarray) -> RolloutWeights:
+    """Replaces the costs for choosing draft lengths."""
+    chooser = weights.drafter.chooser
+    assert chooser is not None, "lengths are chosen by costs"
+    chooser = chooser.replace(round_cost=put_like(cost, chooser.round_cost))
+    return weights.replace(drafter=weights.drafter.replace(chooser=chooser))

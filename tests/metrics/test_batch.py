@@ -1,0 +1,57 @@
+"""Numbers of a batch."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxspec.metrics.batch import merge_rollout_metrics, standard_deviation, token_rates
+
+
+def test_tokens_a_second_mean_the_same_however_a_step_is_run() -> None:
+    """Over the whole step, learning included; generation alone has a name of its own, where it is
+    timed."""
+    whole = {"rollout/tokens": 120.0, "time/step": 3.0, "time/data": 0.5}
+    assert token_rates(whole) == {"rollout/tokens_per_s": 40.0}
+    staged = whole | {"time/generate": 1.5, "time/train": 1.0}
+    assert token_rates(staged) == {
+        "rollout/tokens_per_s": 40.0,
+        "rollout/generation_tokens_per_s": 80.0,
+    }
+
+
+@pytest.mark.parametrize(("value", "count"), [(0.1, 7), (1 / 3, 128), (0.0, 1)])
+def test_equal_values_have_no_deviation(value: float, count: int) -> None:
+    assert standard_deviation(np.full(count, value, np.float32)) == 0.0
+
+
+def test_standard_deviation() -> None:
+    assert standard_deviation(np.asarray([0.0, 1.0, 1.0, 0.0], np.float32)) == 0.5
+    assert math.isnan(standard_deviation(np.zeros(0, np.float32)))
+
+
+def test_a_batch_of_several_rollouts_has_sums_means_and_extremes() -> None:
+    """A rollout without a number of its own takes no part."""
+    lines = [
+        {
+            "time/generate": 1.0,
+            "rollout/length_mean": 5.0,
+            "rollout/length_min": 2,
+            "rollout/length_max": 9,
+        },
+        {
+            "time/generate": 2.0,
+            "rollout/length_mean": 8.0,
+            "rollout/length_min": 1,
+            "rollout/length_max": 8,
+            "rollout/length_ended": 4.0,
+        },
+    ]
+    merged = merge_rollout_metrics(lines)
+    assert merged == {
+        "time/generate": 3.0,
+        "rollout/length_mean": 6.5,
+        "rollout/length_min": 1,
+        "rollout/length_max": 9,
+        "rollout/length_ended": 4.0,
+    }
