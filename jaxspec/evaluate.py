@@ -10,9 +10,8 @@ if __name__ == "__main__":
 
 import argparse
 import json
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import Mesh
-from rich import box
-from rich.table import Table
 
 from jaxspec.config.as_json import SPEED_SETTINGS, flatten_settings, to_json
 from jaxspec.config.cli import load_config
@@ -38,10 +35,10 @@ from jaxspec.config.settings import (
 from jaxspec.data.census import take_census
 from jaxspec.data.problems import describe_problems, load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
-from jaxspec.evaluation.estimates import Estimate, PairedDifference
 from jaxspec.evaluation.evaluator import Evaluator, PolicyAnswerer, ProblemChunk, ProblemRecord
 from jaxspec.evaluation.program import compile_evaluator
 from jaxspec.evaluation.records import RecordFile, compare_evaluations
+from jaxspec.evaluation.tables import build_comparison_table, build_results_table
 from jaxspec.hf.pretrained import fingerprint_checkpoint
 from jaxspec.host.job import Job, report_errors, run_config
 from jaxspec.host.loaded_run import (
@@ -99,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
     if options.compare:
         require(not words, f"--compare A B takes no other options; leave {' '.join(words)} out")
         first, second = options.compare
-        Screen().print(comparison_table(first, second, compare_evaluations(first, second)))
+        differences = compare_evaluations(first, second)
+        Screen().print(build_comparison_table(first, second, differences))
         return 0
     run = find_run(options.checkpoint) if options.checkpoint else None
     config = evaluation_config(words, run)
@@ -234,7 +232,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
         write_text_atomic(
             folder / RESULTS_FILE, json.dumps(to_json_value(numbers), indent=2) + "\n"
         )
-        Screen().print(results_table(estimates))
+        Screen().print(build_results_table(estimates))
     job.say(f"results are in {folder}")
     unknown_sets = [
         name for name, set_estimates in estimates.items() if not set_estimates["reward"].problems
@@ -309,11 +307,12 @@ def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun
             return
         saved_claim, current_claim = flatten_settings(read_json(file)), flatten_settings(claim)
         # Differences in these change no answer.
-        ignored = [f"config.{name}" for name in ("workdir", "reward.workers", *SPEED_SETTINGS)]
+        names = "workdir", "reward.workers", *SPEED_SETTINGS
+        ignored = tuple(f"config.{name}" for name in names)
         differences = [
             f"{name}: {saved_claim.get(name, '(absent)')} -> {current_claim.get(name, '(absent)')}"
             for name in saved_claim | current_claim
-            if name not in ignored and saved_claim.get(name) != current_claim.get(name)
+            if not name.startswith(ignored) and saved_claim.get(name) != current_claim.get(name)
         ]
         require(
             not differences,
@@ -362,38 +361,6 @@ def load_weights(
     if factors is None:
         return state
     return state.replace(generator=state.generator.replace(overlap_by_factor=factors))
-
-
-def results_table(estimates: Mapping[str, Mapping[str, Estimate]]) -> Table:
-    """Builds the table of an evaluation."""
-    table = Table(box=box.SIMPLE)
-    for title in ("set", "metric", "value", "95 %", "problems"):
-        table.add_column(title, justify="left" if title in ("set", "metric") else "right")
-    for name, set_estimates in estimates.items():
-        for metric, estimate in set_estimates.items():
-            is_finite = math.isfinite(estimate.low)  # a single problem gives no interval
-            interval = f"{estimate.low:.3f} - {estimate.high:.3f}" if is_finite else ""
-            table.add_row(name, metric, f"{estimate.value:.3f}", interval, str(estimate.problems))
-    return table
-
-
-def comparison_table(first: str, second: str, differences: Mapping[str, PairedDifference]) -> Table:
-    """Builds the table of a comparison."""
-    table = Table(box=box.SIMPLE, title=f"{first} -> {second}", title_justify="left")
-    for title in ("set", "first", "second", "change", "95 %", "problems"):
-        align_left = title in ("set", "problems")
-        table.add_column(title, justify="left" if align_left else "right", no_wrap=True)
-    for name, difference in differences.items():
-        change = difference.estimate
-        table.add_row(
-            name,
-            f"{difference.first_mean:.3f}",
-            f"{difference.second_mean:.3f}",
-            f"{change.value:+.3f}",
-            f"{change.low:+.2f} to {change.high:+.2f}",
-            f"+{difference.better_count} -{difference.worse_count} of {change.problems}",
-        )
-    return table
 
 
 if __name__ == "__main__":

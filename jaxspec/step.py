@@ -23,9 +23,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner
-from jaxspec.rl.logprobs import response_mask
 from jaxspec.rl.loss_terms import KlPenalty
-from jaxspec.rl.train_batch import TrainBatch, empty_plan, plan_packing
+from jaxspec.rl.train_batch import TrainBatch, empty_plan, plan_packing, response_mask
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import PackingPlan, Prompts, PyTree, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.transfer import transfer_arrays

@@ -63,8 +63,14 @@ def test_long_lines_are_found(line: str, is_long: bool) -> None:
     assert list(long_lines(f"\n{line}\n")) == [2] * is_long
 
 
-def test_the_root_has_at_most_14_modules() -> None:
-    assert len(list((ROOT / "jaxspec").glob("*.py"))) <= 14
+def test_the_root_has_at_most_14_modules_beside_the_programs() -> None:
+    modules = {file.stem for file in (ROOT / "jaxspec").glob("*.py")}
+    assert (
+        len(
+            modules - {"train", "train_sft", "train_draft", "evaluate", "sample", "export", "check"}
+        )
+        <= 14
+    )
 
 
 def test_a_wing_has_at_most_12_modules() -> None:

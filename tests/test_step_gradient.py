@@ -15,8 +15,8 @@ from jaxspec.host.programs import abstract_arguments, put_like
 from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.draft_objective import DraftObjective, compute_draft_loss
-from jaxspec.rl.logprobs import label_logprobs, response_mask
-from jaxspec.rl.train_batch import rows_to_pack
+from jaxspec.rl.loss_terms import label_logprobs
+from jaxspec.rl.train_batch import response_mask, rows_to_pack
 from jaxspec.run.schedules import compile_staged_schedule
 from jaxspec.state import Rollout, ScoredRollout, TrainState
 from jaxspec.step import Step

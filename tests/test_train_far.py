@@ -92,8 +92,8 @@ def test_two_processes_draft_lengths_that_one_of_them_measured(cache: Path, tmp_
 
 KEEPS_AT_ONCE = """
 import runpy, sys
-from jaxspec.preparation import draft_training
-draft_training.KEEP_SECONDS = draft_training.KEEP_COST = 0.0
+from jaxspec.preparation import policy
+policy.KEEP_SECONDS = policy.KEEP_COST = 0.0
 sys.argv[0] = "train"
 runpy.run_module("jaxspec.train", run_name="__main__")
 """

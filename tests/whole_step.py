@@ -24,8 +24,7 @@ from jaxspec.inputs.spec import FamilySpec, ModelSpec
 from jaxspec.mesh import replicated_sharding, row_sharding
 from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.logprobs import response_mask
-from jaxspec.rl.train_batch import plan_shardings
+from jaxspec.rl.train_batch import plan_shardings, response_mask
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import FAILED, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step

@@ -329,9 +329,8 @@ class Learner:
             metrics |= draft_metrics
         updates = updates + 1
         if self.objective.needs_order:
-            updates = order_after(
-                updates, [signal_ready(leaf) for leaf in jax.tree.leaves(metrics)]
-            )
+            signals = [signal_ready(leaf) for leaf in jax.tree.leaves(metrics)]
+            updates = order_after(updates, signals)
         pinned_draft = None if draft is None else self._pin_layout(draft)
         return UpdateState(self._pin_layout(policy), pinned_draft, updates), metrics
 

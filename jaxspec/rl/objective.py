@@ -27,8 +27,15 @@ from jaxspec.rl.draft_objective import (
     UntrainedDraft,
 )
 from jaxspec.rl.fsdp import WeightShards
-from jaxspec.rl.logprobs import label_logprobs
-from jaxspec.rl.loss_terms import LogprobGap, LossInputs, clamp_log_ratio, k3, mask_labels, zero_gap
+from jaxspec.rl.loss_terms import (
+    LogprobGap,
+    LossInputs,
+    clamp_log_ratio,
+    k3,
+    label_logprobs,
+    mask_labels,
+    zero_gap,
+)
 from jaxspec.rl.losses import Aggregation, PolicyLoss, token_mean
 from jaxspec.rl.train_batch import Pack, TrainBatch, count_response_tokens, read_lengths
 from jaxspec.sampling import Processing

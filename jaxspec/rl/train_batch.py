@@ -20,7 +20,7 @@ from jaxspec.mesh import (
     update_row_sharding,
 )
 from jaxspec.processes.global_arrays import from_host_values
-from jaxspec.state import AnyArray, Pack, PackingPlan, PyTree, Tree, pytree
+from jaxspec.state import UNDRAFTED, AnyArray, Pack, PackingPlan, PyTree, Rollout, Tree, pytree
 
 
 class PolicyStates(NamedTuple):
@@ -65,6 +65,11 @@ class TrainBatch(Tree):
     """Log-probabilities under the reference policy. None if no loss uses them."""
     states: PolicyStates | None = None
     """Stored policy outputs for a policy that is not trained. None to run the policy."""
+
+
+def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
+    """Masks the tokens that the policy sampled."""
+    return rollout.origin >= UNDRAFTED
 
 
 def read_lengths(loss_mask: Any) -> Any:

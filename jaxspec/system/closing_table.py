@@ -64,7 +64,8 @@ def build_closing_table(
 def _summary_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yields rows for rewards, acceptance, failures and evaluations."""
     for title, name in (("reward", _REWARD), ("acceptance_length", "rollout/acceptance_length")):
-        if values := [record[name] for record in records if name in record]:
+        values = [record.get(name) for record in records]
+        if any(name in record for record in records):
             # Single batches are noisy, so tenths of the run are compared.
             tenth = max(1, len(values) // 10)
             sample_note = f"first and last {tenth} of {len(values)}{_missing_note(values)}"
@@ -170,8 +171,7 @@ def explain_missing_result(records: Sequence[Mapping[str, Any]]) -> str:
     This is so if its last batch or its last evaluation has no number. Returns "" otherwise.
     """
     reasons = []
-    # None stands for NaN in metrics.jsonl. A metric that is absent was not measured.
-    if records and records[-1].get(_REWARD, 0) is None:
+    if records and records[-1].get(_REWARD) is None:
         failed_rows = (
             f"{records[-1].get('status/failed', 0):.0f} of its {_count_rows(records[-1]):.0f} rows"
             " failed (logits that are not finite)"

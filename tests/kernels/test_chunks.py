@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.kernels import chunks
 from jaxspec.kernels.chunks import map_in_chunks
-from jaxspec.rl.logprobs import label_logprobs
+from jaxspec.rl.loss_terms import label_logprobs
 from jaxspec.sampling import Processing
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -10,8 +10,8 @@ import pytest
 from jaxspec.kernels import chunks
 from jaxspec.kernels.chunks import map_in_chunks
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.logprobs import label_logprobs, response_mask
-from jaxspec.rl.train_batch import rows_to_pack
+from jaxspec.rl.loss_terms import label_logprobs
+from jaxspec.rl.train_batch import response_mask, rows_to_pack
 from jaxspec.rollout.feedback.acceptance import init_statistics
 from jaxspec.sampling import Processing
 from jaxspec.state import Rollout

@@ -333,7 +333,8 @@ def test_what_leaving_the_reference_costs_is_taken_from_rewards(where: Any) -> N
     batch, metrics = jax.jit(step._build_rewarded_batch)(state, finished)
     mask = rows.chosen & valid[:, None]
     kl = np.where(mask, rows.sampled - np.asarray(logprobs_of(other, rows)), 0)
-    assert metrics_to_host(metrics)["reward/kl"] == pytest.approx(kl.sum() / valid.sum(), abs=1e-11)
+    mean_kl = kl.sum() / valid.sum()
+    assert metrics_to_host(metrics)["reward/kl"] == pytest.approx(mean_kl, abs=1e-11)
     if where == "reward":
         rewards = rewards - BETA * kl.sum(1)
     pairs, there = rewards.reshape(-1, GROUP), valid.reshape(-1, GROUP)

@@ -16,7 +16,7 @@ import pytest
 from jaxspec.drafts.base import Draft
 from jaxspec.drafts.model import model_draft
 from jaxspec.models.decoder import Decoder
-from jaxspec.rl.logprobs import label_logprobs
+from jaxspec.rl.loss_terms import label_logprobs
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
