@@ -1,4 +1,4 @@
-"""Names and sentences of the package, by figures that may only get better."""
+"""Names and sentences of the package, by figures with goals."""
 
 import ast
 import collections
@@ -40,12 +40,12 @@ CEILINGS = {
     "vague names, %": 2.0,
     "functions named by a participle, %": 5.0,
     "functions of one word, %": 45.0,
-    "what, per 1,000 words": 8.0,
-    "semicolons, per 1,000 words": 11.7,
+    "what, per 1,000 words": 1.0,
+    "semicolons, per 1,000 words": 4.0,
     "words of a first sentence, median": 8.0,
-    "lines without a comment, for each comment": 35.0,
+    "lines for each comment": 25.0,
 }
-"""Goals that are reached, and today's figures where they are not: lower these with each change."""
+"""Goals. Other code bases, such as JAX, optax and Flax, meet them."""
 
 
 @cache
@@ -117,7 +117,7 @@ def figures() -> dict[str, float]:
         / words,
         "semicolons, per 1,000 words": 1000 * sum(text.count(";") for text, _ in texts) / words,
         "words of a first sentence, median": statistics.median(len(text.split()) for text in first),
-        "lines without a comment, for each comment": lines / sum(map(comment_count, sources)),
+        "lines for each comment": lines / sum(map(comment_count, sources)),
     }
 
 
