@@ -110,4 +110,4 @@ def test_what_two_hold_is_free_when_the_second_lets_go() -> None:
     assert pages.references.tolist() == [1, 1, 0, 1]
     pages = allocate_pages(pages, jnp.asarray([1, 1, 0], jnp.int32))  # who has more keeps it
     assert pages.table.tolist() == [[0, 1, 3], [2, 4, 4], [4, 4, 4]]
-    assert pages.held.tolist() == [3, 1, 0]
+    assert pages.page_counts.tolist() == [3, 1, 0]
