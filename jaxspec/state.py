@@ -24,7 +24,7 @@ logits or a distribution that is not finite, never started."""
 PROMPT, READ, UNDRAFTED, CORRECTION, BONUS, DRAFTED = range(6)
 """Origin of a token: prompt or padding, read from an environment, sampled without a draft, sampled
 in place of a rejected draft, sampled after all drafts were kept, accepted draft. An accepted draft
-of depth d is `DRAFTED + d - 1`."""
+of depth d is `DRAFTED + d - 1`. Nothing writes `READ` yet: prompts have a single turn."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -1,9 +1,6 @@
-"""One step on one mesh: learn, sync, generate. The order is written once; who makes the calls
-decides whether it is one program.
+"""One step: learn, sync, generate.
 
-`train_step` is rotated by one: it learns from the previous call's rollouts, whose rewards the host
-has attached, then loads the weights into the generator, then generates the next rollout. There are
-no callbacks and no maths here.
+A schedule runs the phases as one program, or each as a program of its own.
 """
 
 import dataclasses
@@ -32,69 +29,68 @@ from jaxspec.transfer import transfer_arrays
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host from which a device reads by itself."""
 AdvantageFunction = Callable[..., Float[Array, "B ..."]]
-"""(rewards, which rows have one, counts of tokens[, costs=]) -> advantages, as in
-`rl/advantages.py`."""
+"""(rewards, rows that have one, token counts[, costs=]) -> advantages. See `rl/advantages.py`."""
 PhaseRunner = Callable[..., Any]
-"""(phase, function, *arguments) -> what the function gives: how a phase is run."""
+"""(phase, function, *arguments) -> result of the function. Runs one phase."""
 
 
 def run_inline(phase: str, function: Callable, *arguments: Any) -> Any:
-    """Runs a phase as part of whatever is being traced."""
+    """Runs a phase inside the program that is traced."""
     with jax.named_scope(phase):
         return function(*arguments)
 
 
 class Sizes(NamedTuple):
-    """What a step takes memory by, on each data shard: where it runs and how fast follows from
-    these, not what it computes."""
+    """Sizes that determine a step's memory on each data shard. They do not change its results."""
 
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     slots: int
-    """Rows that are generated at once, at most."""
+    """Maximum number of rows that are generated at once."""
     page_size: int
-    """Positions of a page; 0: a page is as long as a row."""
+    """Positions of a page. 0 for pages as long as a row."""
     pages: int
-    """Of the pool; 0: as many as can be needed."""
+    """Pages of the pool. 0 for as many as can be needed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The two sides of a run on one mesh."""
+    """Learner and generator of a run. Each has its own mesh."""
 
     learner: Learner
     generator: Generator
     init_policy: Callable[[], Decoder]
-    """Random weights; also, through `jax.eval_shape`, the shapes of a policy that is loaded."""
+    """Returns a policy with random weights.
+
+    Under `jax.eval_shape` it also gives the shapes of a policy that is loaded.
+    """
     draft_kind: str
-    """The draft's kind."""
     init_draft: Callable[[], PyTree]
-    """Random weights of the draft, and its shapes likewise; None: it has nothing to learn."""
+    """Returns a draft with random weights. None if the draft has no weights."""
     add_adapters: Callable[[Decoder], Decoder | AdaptedDecoder]
-    """What is trained of a policy: itself, or adapters beside it."""
+    """Adds adapters to a policy, if the run trains adapters."""
     online: bool
     """Whether the draft learns during the run."""
     draft_schedule: Schedule
-    """From which batches, where it does."""
+    """Decides from which batches the draft learns."""
     compute_advantages: AdvantageFunction
-    """What rewards become."""
     kl_in_reward: KlPenalty | None = None
-    """What is taken from the rewards for leaving the reference policy."""
+    """Penalty that is subtracted from the rewards. None without one."""
     mini_batches: int = 1
-    """Into which a batch is divided, each for an update."""
+    """Number of mini-batches of a batch. Each makes an update."""
     uses_dynamic_sampling: bool = False
-    """Whether several rollouts fill a batch (dynamic sampling)."""
+    """Whether several rollouts may fill a batch."""
 
     @property
     def sizes(self) -> "Sizes":
-        """What it takes memory by."""
+        """Sizes that determine memory."""
         settings = self.generator.settings
         return Sizes(
             self.learner.micro_tokens, self.generator.slots, settings.page_size, settings.pages
         )
 
     def with_sizes(self, prompts: int, sizes: "Sizes") -> "Step":
-        """This step for another number of prompts a call, with other sizes."""
+        """Returns this step with other sizes, for `prompts` prompts per call."""
         generator = dataclasses.replace(self.generator, slots=sizes.slots)
         generator = generator.make_variant(
             prompts=prompts, page_size=sizes.page_size, pages=sizes.pages
@@ -107,7 +103,7 @@ class Step:
 
     @property
     def offloads_moments(self) -> bool:
-        """Whether the policy's moments lie in host memory between updates."""
+        """Whether the policy's moments are in host memory between updates."""
         return isinstance(self.learner.policy_optimizer, optimizers.OffloadedOptimizer)
 
     # ---- phases
@@ -119,8 +115,12 @@ class Step:
         prompts: Prompts,
         run_phase: PhaseRunner = run_inline,
     ) -> tuple[Any, Any, Any, Any]:
-        """Learns from `scored`, syncs, generates the next rollout; returns state and rollout with
-        the metrics of both batches."""
+        """Learns from `scored`, syncs the weights, and generates the next rollout.
+
+        Returns the state, the rollout, and the metrics of learning and of generation.
+        """
+        # Rotated by one: the host scores a rollout between two calls, so that the program needs no
+        # callback.
         state, training_metrics = run_phase("train", self.learn, state, scored)
         weights = run_phase("prepare", self.sync, state)
         rollout = run_phase("generate", self.generator.generate, weights, prompts)
@@ -132,7 +132,7 @@ class Step:
         )
 
     def learn(self, state: TrainState, scored: ScoredRollout) -> tuple[TrainState, Metrics]:
-        """What both sides make of a finished rollout, when there is something to learn."""
+        """Updates learner and generator from a scored rollout, unless `scored.learn` is false."""
         batch, kl_metrics = self._build_rewarded_batch(state, scored)
         observed_state = self.generator.update_state(state.generator, scored.rollout.statistics)
         generator = jax.tree.map(
@@ -174,8 +174,10 @@ class Step:
     def build_batch(
         self, scored: ScoredRollout, costs: Float[Array, "B S"] | None = None
     ) -> TrainBatch:
-        """Builds the learner's batch of the responses that have a reward; `costs` are taken from
-        it, token by token."""
+        """Builds the learner's batch from responses that have a reward.
+
+        `costs` are subtracted from the reward of each token.
+        """
         rollout = scored.rollout
         rewards = scored.rewards.astype(rollout.logprobs.dtype)
         loss_mask = response_mask(rollout) & scored.valid[:, None]
@@ -191,11 +193,13 @@ class Step:
         )
 
     def plan_batch(self, token_counts: Int[np.ndarray, " B"]) -> PackingPlan:
-        """Which of a batch's rows, of which so many tokens are read each, is read where; on the
-        host. Mini-batches have the same number of rows.
+        """Plans the packing of a batch's rows, on the host.
+
+        `token_counts` has the number of tokens to read of each row. Mini-batches have equal numbers
+        of rows.
 
         Raises:
-          ValueError: a row does not fit a micro-batch.
+          ValueError: A row does not fit a micro-batch.
         """
         mini_batch = (
             np.arange(len(token_counts), dtype=np.int32) * self.mini_batches // len(token_counts)
@@ -206,11 +210,13 @@ class Step:
     # ---- state
 
     def init_state(self, policy: Decoder, draft: PyTree) -> TrainState:
-        """The state before the first batch, from weights, to which `lora.rank` adds adapters.
+        """Returns the state before the first batch.
+
+        Adds adapters to the policy if the run trains adapters.
 
         Raises:
-          ConfigError: the draft does not fit the policy, or the policy lacks what should have an
-            adapter.
+          ConfigError: The draft does not fit the policy, or a weight that gets an adapter is
+            missing.
         """
         if draft is not None:
             check_fits(self.draft_kind, draft, policy.config)
@@ -218,11 +224,11 @@ class Step:
         return TrainState(learner=learner, generator=self.generator.init_state())
 
     def init_random_state(self) -> TrainState:
-        """The state with random weights; also gives its shapes, through `jax.eval_shape`."""
+        """Returns the state with random weights. `jax.eval_shape` gives its shapes."""
         return self.init_state(self.init_policy(), self.init_draft())
 
     def state_shardings(self) -> TrainState:
-        """The train layout of everything in the state."""
+        """Returns the train layout of the whole state."""
         shapes = jax.eval_shape(self.init_random_state)
         layout = self.learner.train_layout(shapes)
         if not self.offloads_moments:
@@ -240,7 +246,7 @@ class Step:
         )
 
     def empty_scored_rollout(self, rows: int) -> ScoredRollout:
-        """Zeros in the shape of a finished rollout, with nothing to learn."""
+        """Returns a scored rollout of zeros, with nothing to learn."""
         rollout, valid = self.generator.empty_rollout(rows), jnp.zeros((rows,), bool)
         rewards = jnp.zeros((rows,), jnp.float32)
         return ScoredRollout(

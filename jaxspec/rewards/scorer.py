@@ -241,9 +241,11 @@ class Scorer:
                 condition = answer_reward.outcome != Outcome.NO_ANSWER
             case "thought":
                 condition = begins_with_thought(response)
-            case _:
+            case "function":
                 assert function_reward is not None, "the function is called on every row"
                 return function_reward
+            case _:
+                raise AssertionError(f"reward.parts has {part}, which nothing scores")
         return PartReward(float(condition), Outcome.CORRECT if condition else Outcome.WRONG)
 
     def _add_parts(self, part_rewards: Sequence[Sequence[PartReward]]) -> Scores:

@@ -1,8 +1,8 @@
 """Passes of the learner over a batch: for gradients, sums, logprobs and policy states.
 
 Each runs in a `shard_map` that is manual over the row axes, so a shard computes its own rows from
-embedding to loss. Collectives between shards are only those written here, and those of experts in
-`models/moe.py`.
+embedding to loss. Shards exchange weights and gradients (`rl/fsdp.py`), sums (`rl/batch_sums.py`),
+rows (`rl/train_batch.py`), and tokens of experts (`models/moe.py`).
 """
 
 import dataclasses

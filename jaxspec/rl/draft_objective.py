@@ -240,7 +240,7 @@ def compute_draft_loss(
 ) -> DraftLoss:
     """Computes the draft's loss on a single pack.
 
-    The learner has many packs, and sums the results of `compare_draft` instead.
+    The learner has many packs, and sums the results of `DraftObjective.compare` instead.
     """
     depth_count = objective.depth_count
     hidden = objective.unroll_depths(network, target, forward, pack)

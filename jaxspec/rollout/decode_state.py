@@ -108,7 +108,7 @@ class DecodeState(Tree):
     """Number of rounds so far."""
     queue: Queue
     pages: Pages
-    """Pages of the slots, then of the prompts. None if caches are contiguous."""
+    """Pages of the slots, then of the prompts. There are 0 if caches are contiguous."""
     unread_counts: Int[Array, " A"]
     """Positions of each owner of pages that `append_texts` must still read."""
     admission_index: Int[Array, " B"]

@@ -3,8 +3,8 @@
 `begin` prefills, `advance` runs rounds of draft, verify and commit, and `collect` returns the
 rollout. They work on the rows of one shard.
 
-`begin_sharded` and `advance_sharded` run them on every shard of a mesh. `generate_sharded` runs all
-three in one program. Shards that differ only in `expert` run in lockstep.
+`begin_sharded` and `advance_sharded` run them on every shard of a mesh. `generate_sharded` makes a
+whole rollout in one program. Shards that differ only in `expert` run in lockstep.
 """
 
 from typing import Any

@@ -150,8 +150,10 @@ class _TimedPhases:
                 result = self._phases.sync(*arguments)
             case "generate":
                 result = self._phases.generate(*arguments, self._on_slice)
-            case _:
+            case "measure":
                 result = {} if arguments[0] is None else self._phases.measure(*arguments)
+            case _:
+                raise AssertionError(f"no program for the phase {phase}")
         self.seconds[f"time/{phase}"] = _wait_seconds(result, start_time)
         return result
 
