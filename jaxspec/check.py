@@ -5,7 +5,7 @@
 
 import sys
 
-# Before the other imports, which take seconds: a signal during them has nothing to save.
+# Runs before the slow imports, so that a signal ends them at once. Nothing needs saving yet.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 
@@ -243,7 +243,7 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
     if state.learner.draft is not None:
         networks.append(state.learner.draft.network)
     size = jax.numpy.dtype(config.model.dtype).itemsize
-    # A sync gathers weights over the row axes, and leaves them sharded over the others.
+    # A sync gathers what is sharded over `data`. `expert` and `tensor` stay sharded.
     synced = 0
     for leaf in jax.tree.leaves(networks):
         entries = [meshes.entry_axes(entry) for entry in leaf.sharding.spec]

@@ -5,7 +5,7 @@
 
 import sys
 
-# Before the other imports, which take seconds: a signal during them has nothing to save.
+# Runs before the slow imports, so that a signal ends them at once. Nothing needs saving yet.
 if __name__ == "__main__":
     from jaxspec.system.begin import prepare_process
 

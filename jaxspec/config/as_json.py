@@ -111,7 +111,7 @@ def _classes_in_fields(cls: Any) -> dict[str, Any]:
     return {
         name: classes[0]
         for name, annotation in field_types(cls).items()
-        # A field has at most one dataclass, next to None or inside a tuple.
+        # A field's type names at most one dataclass: alone, next to None or inside a tuple.
         if (classes := settings_classes(annotation))
     }
 
@@ -165,7 +165,7 @@ def list_changed_settings(
 
 
 def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a `to_json` by their dotted names."""
+    """Flattens the result of `to_json` to values by dotted name."""
     flat_children = [
         flatten_settings(child, f"{prefix}{key}.")
         if child is not None

@@ -97,12 +97,12 @@ def load_config(
 ) -> tuple[Config, str]:
     """Reads `--config NAME.py[:SCALE]` and overrides.
 
-    Returns the config, and the run's name such as `rl_think-tiny`, which `workdir` defaults to.
+    Returns the config and the run's name, such as `rl_think-tiny`. `workdir` defaults to runs/NAME.
 
     Args:
       swept_settings: settings of drafts that the program itself sets.
-      used_settings: settings that it reads (empty = all). Without those of drafts, none is kept.
-      base: config of which `--config` replaces the evaluation. It makes `--config` optional.
+      used_settings: settings that it reads (empty = all). Without any of drafts, it has none.
+      base: config to start from. `--config` is then optional, and replaces its evaluation only.
 
     Raises:
       ConfigError: A config or scale is unknown, or a setting invalid, unknown or without effect.

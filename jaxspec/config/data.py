@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxspec.config.rollout import Temperature, require_stop_strings
+from jaxspec.config.rollout import Temperature, require_valid_stop_strings
 from jaxspec.inputs.checked import CheckedConfig, Range, require
 from jaxspec.inputs.spec import Count, Natural, Positive
 from jaxspec.rewards.extract import Style
@@ -203,7 +203,7 @@ class EvalConfig(CheckedConfig, prefix="eval."):
     def check(self) -> None:
         # `same` would otherwise be read as a list of four letters.
         if self.stop != "same":
-            require_stop_strings("eval.stop", self.stop)
+            require_valid_stop_strings("eval.stop", self.stop)
         require_unique(self.sets, "eval.sets")
         require(
             # Every problem of every set is asked, so weights cannot change anything.

@@ -224,7 +224,7 @@ class RolloutConfig(CheckedConfig, prefix="rollout."):
     lookup: LookupConfig = field(default_factory=LookupConfig)
 
     def check(self) -> None:
-        require_stop_strings("rollout.stop", self.stop)
+        require_valid_stop_strings("rollout.stop", self.stop)
         message = (
             f"rollout.min_new_tokens {self.min_new_tokens} is not below rollout.max_new_tokens"
             f" {self.max_new_tokens}"
@@ -249,8 +249,8 @@ class RolloutConfig(CheckedConfig, prefix="rollout."):
         return self.lookup.past if get_kind(self.lookup_kind).reads_history else 0
 
 
-def require_stop_strings(name: str, strings: Iterable[str]) -> None:
-    """Raises ConfigError for a text that no response can contain."""
+def require_valid_stop_strings(name: str, strings: Iterable[str]) -> None:
+    """Raises ConfigError for a stop string that is empty or not valid UTF-8."""
     for text in strings:
         require(
             # Responses are matched as bytes of UTF-8. An empty text would end each at once.

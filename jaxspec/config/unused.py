@@ -100,9 +100,7 @@ GENERAL_RULES = (
         "the built-in tokenizer (no data.tokenizer, no model.path)",
         lambda c: not c.data.tokenizer and not c.model.path,
     ),
-    Unused(
-        "schedule.slice_rounds", "schedule.kind fused", lambda c: c.schedule.kind == "fused"
-    ),
+    Unused("schedule.slice_rounds", "schedule.kind fused", lambda c: c.schedule.kind == "fused"),
     Unused(
         "data.eval_path data.prompt_column data.answer_column data.instruction",
         "no data.path",

@@ -225,7 +225,7 @@ class TableBatch:
     def to_lines(self, indices: Sequence[int]) -> list[bytes]:
         """Returns selected rows as lines of JSON.
 
-        Nested columns become objects and lists. Values that JSON lacks, such as dates, become text.
+        Nested columns become objects and lists. Values of other types, such as dates, become text.
         """
         with _convert_arrow_errors(self._source):
             rows = self._table.take(list(indices)).to_pylist() if indices else []

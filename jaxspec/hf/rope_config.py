@@ -142,7 +142,8 @@ def _find_scaling(keys: JsonObject) -> JsonObject:
 
 def _parse_attention_factor(scaling: JsonObject, factor: float) -> float:
     """Parses YaRN's factor on cosines and sines. 0 = not stated."""
-    # Transformers reads this factor. vLLM and SGLang multiply attn_factor by YaRN's default.
+    # Transformers reads attention_factor or mscale. vLLM and SGLang use attn_factor times YaRN's
+    # default. If both are given, they must agree.
     explicit, default = _explicit_factor(scaling, factor), yarn_attention_factor(factor)
     if not scaling.has_key("attn_factor"):
         return explicit

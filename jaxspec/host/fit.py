@@ -162,7 +162,7 @@ def _shrink_sizes(
     generation = {
         name: program for name, program in compiled.programs.items() if name not in LEARNERS
     }
-    # A step that is one program only tells the maximum over learning and generation.
+    # A step that is one program only reports the maximum over learning and generation.
     generation = generation or {"generate": compile_generation_alone(step, prompts)}
     peak = peak_size(generation, usage.training)
     learner_peak = peak_size(learners, usage.training)
@@ -188,7 +188,8 @@ def _shrink_pool(
     """
     slots = step.generator.settings.slots
     if not sizes.page_size:
-        # Each slot has a page as long as a row, so the pool is proportional to the slots.
+        # Each slot has a page as long as a row, so the pool shrinks almost in proportion. Caches of
+        # prompts do not shrink, which the next attempt corrects.
         return (
             sizes._replace(slots=min(slots - 1, slots * max(room, 0) // pool) or slots)
             if auto.slots

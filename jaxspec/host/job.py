@@ -133,7 +133,7 @@ def report_errors(work: Callable[[], int]) -> int:
 
     The status is 2 for errors that the user can fix: `ConfigError`, an unusable file, too little
     memory. It is 1 for `Diverged` and for a job that lost another process. Unexpected errors are
-    raised again.
+    raised again, or end the process if the job has several.
     """
     try:
         status, message = work(), ""

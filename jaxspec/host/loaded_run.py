@@ -156,7 +156,8 @@ def check_draft_weights(trained: DraftConfig, requested: DraftConfig) -> None:
 def open_single_shard(config: ResolvedConfig) -> Job:
     """Opens a job with a single data shard.
 
-    The shard is one CPU device with all threads, or `mesh.tensor` devices.
+    The shard has `mesh.tensor` devices, or one if this machine has fewer. A single CPU device uses
+    all threads.
     """
     start_jax(config, config.mesh.tensor)
     # The run may have had more devices than this machine.

@@ -60,12 +60,12 @@ class PromptSource:
 
     def place_training(self, rollout: int) -> Prompts:
         """Places the prompts of a training rollout."""
-        return self._place_rollout(rollout, Stream.TRAIN)
+        return self._place_training_prompts(rollout, Stream.TRAIN)
 
     def place_comparison(self, rollout: int) -> Prompts:
         """Places the prompts of a training rollout again, under other noise."""
         # History has the answers of the rollout by now: the same noise would find them there.
-        return self._place_rollout(rollout, Stream.COMPARE)
+        return self._place_training_prompts(rollout, Stream.COMPARE)
 
     def place_evaluation(self, problems: Mapping[int, Problem], call: int) -> Prompts:
         """Places problems of an evaluation call, by their place among the prompts.
@@ -118,7 +118,7 @@ class PromptSource:
         first = rollout * self._count
         return [self._problems.problem_number(first + place) for place in range(self._count)]
 
-    def _place_rollout(self, rollout: int, stream: int) -> Prompts:
+    def _place_training_prompts(self, rollout: int, stream: int) -> Prompts:
         numbers, askers = self._numbers(rollout), dict[int, set[int]]()
         if self.history.past:
             for number, copies in zip(numbers, self._copies.T, strict=True):

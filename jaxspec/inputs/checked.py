@@ -105,7 +105,7 @@ def translate_settings(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        # Settings have at least one dot, which tells them from other words.
+        # All keys of `names` have a dot. Words without one, such as `seed`, may be plain English.
         translated = re.sub(
             r"(?:--)?\b[a-z_]+(?:\.[a-z_]+)+",
             lambda match: names.get(match[0].removeprefix("--"), match[0]),

@@ -249,7 +249,7 @@ def _chunk_pullback(
 
 
 def _has_gradient(leaf: Any) -> bool:
-    """Whether an input of the rule needs a gradient."""
+    """Returns whether an input of a `custom_vjp` needs a gradient."""
     # Integers are excluded: their cotangents have another type (float0).
     return bool(leaf.perturbed) and jnp.issubdtype(leaf.value.dtype, jnp.floating)
 

@@ -111,19 +111,19 @@ def head_logits(
     return plain_product(hidden, kernel.T, 1, True)
 
 
-def _cast_product(
+def _multiply_cast_head(
     hidden: Array, kernel: Array, master: Array, by_rows: bool, dtype: str
 ) -> Float[Array, "B T V"]:
     return plain_product(hidden, kernel.T if by_rows else kernel, 1, True)
 
 
-def _cast_forward(
+def _multiply_cast_head_forward(
     hidden: Array, kernel: Array, master: Array, by_rows: bool, dtype: str
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _cast_product(hidden, kernel, master, by_rows, dtype), (hidden, kernel)
+    return _multiply_cast_head(hidden, kernel, master, by_rows, dtype), (hidden, kernel)
 
 
-def _cast_backward(
+def _multiply_cast_head_backward(
     by_rows: bool, dtype: str, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, None, Array]:
     hidden, kernel = residuals
@@ -136,9 +136,9 @@ def _cast_backward(
     return hidden_gradient, None, master_gradient
 
 
-_cast_logits = jax.custom_vjp(_cast_product, nondiff_argnums=(3, 4))
+_cast_logits = jax.custom_vjp(_multiply_cast_head, nondiff_argnums=(3, 4))
 """Computes logits with a cast head. The master only receives the gradient."""
-_cast_logits.defvjp(_cast_forward, _cast_backward)
+_cast_logits.defvjp(_multiply_cast_head_forward, _multiply_cast_head_backward)
 
 
 def cast_floats(network: Any, dtype: Any) -> Any:

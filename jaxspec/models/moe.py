@@ -37,7 +37,7 @@ class Traffic(NamedTuple):
     """Sum of the entropies of the router's distributions, in nats."""
 
     def to_metrics(self, count: Float[Array, ""]) -> dict[str, Float[Array, ""]]:
-        """Averages over layers and `count` tokens."""
+        """Returns metrics, averaged over layers. The entropy is per token, of `count` tokens."""
         # A load of 1 is that of an expert if tokens are spread evenly.
         load = self.tokens / jnp.mean(self.tokens, axis=-1, keepdims=True)
         return {

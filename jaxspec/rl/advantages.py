@@ -130,7 +130,7 @@ def divide_by_population_std(
 def divide_by_sample_std(
     centered: Centered, rewards: Rewards, valid: Valid, token_counts: TokenCounts
 ) -> Centered:
-    """Divides by the group's sample deviation.
+    """Divides by the group's sample standard deviation.
 
     It is the standard deviation of the rewards with Bessel's correction, as in TRL, verl and NeMo
     RL.

@@ -170,7 +170,7 @@ def run_loops(
         return slots.scatter_slots(state, compact, order, loops.group_size)
 
     with jax.named_scope("tail"):
-        # If slots must be refilled first, it does not run, and nothing is moved.
+        # If slots must be refilled first, `run_compact` is skipped and no rows move.
         return loops.repeat(lambda state: loops.should_continue(state, 0), run_compact, state)
 
 

@@ -1,4 +1,4 @@
-"""Timer of rounds in the first rollout of a run."""
+"""Timer of rounds in the first rollout of a run, or the first on another machine."""
 
 import functools
 import time

@@ -152,7 +152,7 @@ class Interrupt:
         Args:
           activity: completes "stopped while ...".
           *cleanups: functions to call before the process ends.
-          consequence: text after that and a semicolon.
+          consequence: second half of the printed line, after a semicolon.
         """
         # Libraries such as jax.distributed may have taken the signals since.
         self._install_handlers()

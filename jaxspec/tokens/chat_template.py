@@ -101,7 +101,7 @@ class ChatTemplate:
         # A process that ends while it replies leaves a line without its newline, or none.
         is_complete = line.endswith(b"\n")
         reply: dict[str, Any] = (
-            json.loads(line) if is_complete else {"error": self._describe_exit(process)}
+            json.loads(line) if is_complete else {"error": self._discard_process(process)}
         )
         if "error" in reply:
             raise ConfigError(
@@ -110,8 +110,8 @@ class ChatTemplate:
             )
         return reply["texts"]
 
-    def _describe_exit(self, process: subprocess.Popen[bytes]) -> str:
-        """Explains why the process ended. The next request starts another."""
+    def _discard_process(self, process: subprocess.Popen[bytes]) -> str:
+        """Forgets the process and returns why it ended. The next request starts another."""
         self._process = None
         # The return code is known only after waiting.
         _wait_for_exit(process)

@@ -32,16 +32,16 @@ def parse_clock(value: str) -> tuple[tuple[int, int, int], str] | None:
 
 
 def times_equal(left: Any, right: Any) -> bool:
-    """Returns whether two times are the same.
+    """Returns whether an answer's time is that of the reference.
 
-    They come from `parse_clock`. `left` is the reference.
+    Both come from `parse_clock`. `left` is the reference.
     """
-    (left_hours, left_meridiem), (right_hours, right_meridiem) = left, right
+    (left_time, left_meridiem), (right_time, right_meridiem) = left, right
     # Without a.m. or p.m. in the reference, an answer is right in the morning and the afternoon.
     if not left_meridiem:
-        return left_hours == right_hours
+        return left_time == right_time
     # An answer without a.m. or p.m. is read as a 24-hour time.
-    return _to_24_hours(left_hours, left_meridiem) == _to_24_hours(right_hours, right_meridiem)
+    return _to_24_hours(left_time, left_meridiem) == _to_24_hours(right_time, right_meridiem)
 
 
 def _to_24_hours(time: tuple[int, int, int], meridiem: str) -> tuple[int, int, int]:

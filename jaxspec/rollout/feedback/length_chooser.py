@@ -195,7 +195,7 @@ class TimedCosts:
 
         Args:
           table: seconds of a round, by length, loop and context.
-          final: whether all costs are timed already.
+          final: whether the table is from an earlier run, and is not timed again.
         """
         self.table = np.array(table, np.float32)
         self._calls: np.ndarray = np.full(table.shape, TIMINGS_PER_COST if final else 0)

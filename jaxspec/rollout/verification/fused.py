@@ -368,7 +368,8 @@ def _draft_probs_of(
     """Returns the draft's probabilities of some tokens of the target."""
     rows, depth = jnp.arange(len(cut), dtype=jnp.int32), _last_depth(block, cut)
     indices = summaries.drafts.vocabulary.find_indices(tokens)
-    # Clipped so that the gather is valid. The last line sets tokens outside to 0.
+    # A token outside the draft's vocabulary has index -1. Any entry serves for it, since the last
+    # line sets its probability to 0.
     clipped_indices = jnp.maximum(indices, 0)
     logits = sampling.promote_logits(
         summaries.drafts.logits[rows[:, None], depth[:, None], clipped_indices]
@@ -380,6 +381,6 @@ def _draft_probs_of(
 
 
 def _last_depth(block: Block, cut: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Returns the draft at the cut."""
+    """Returns the depth of the draft at the cut, at most the last."""
     # After the last draft nothing is rejected, and the values are not used.
     return jnp.minimum(cut, block.proposal.tokens.shape[1] - 1)

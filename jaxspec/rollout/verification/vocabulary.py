@@ -73,7 +73,7 @@ class PartialVocabulary(NamedTuple):
 
     def expand(self, values: Float[Array, "*B W"]) -> Float[Array, "*B V"]:
         """Expands values to the target's vocabulary, arbitrary outside."""
-        # Clipped so that the gather is valid.
+        # A token outside the draft's vocabulary has index -1, for which any entry serves.
         return jnp.take(values, jnp.maximum(self.indices, 0), axis=-1)
 
     def clear_outside(self, values: Float[Array, "*B V"]) -> Float[Array, "*B V"]:

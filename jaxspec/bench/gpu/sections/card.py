@@ -13,7 +13,7 @@ from jaxspec.bench.gpu.run import GpuRun, Section
 from jaxspec.bench.measure import package_versions
 from jaxspec.bench.roofline import copy_rate, product_rate, read_rate
 
-# Far more than caches hold, so that memory is measured.
+# On GPUs far more than caches hold, so that memory is measured.
 GPU_MIB, CPU_MIB = 2048, 64
 """MiB of the array that is copied and read, on a GPU and on a CPU."""
 
