@@ -20,7 +20,13 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxspec.config.as_json import SPEED_SETTINGS, flatten_settings, to_json
+from jaxspec.config.as_json import (
+    SPEED_SETTINGS,
+    flatten_settings,
+    includes_setting,
+    rename_settings,
+    to_json,
+)
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import expand_home, resolve_config
 from jaxspec.config.settings import (
@@ -305,14 +311,17 @@ def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun
         if not file.exists() or not RecordFile(folder, 0).load_records():
             write_text_atomic(file, json.dumps(claim, indent=2) + "\n")
             return
-        saved_claim, current_claim = flatten_settings(read_json(file)), flatten_settings(claim)
+        saved = read_json(file)
+        saved |= {"config": rename_settings(saved.get("config", {}))}
+        saved_claim, current_claim = flatten_settings(saved), flatten_settings(claim)
         # Differences in these change no answer.
         names = "workdir", "reward.workers", *SPEED_SETTINGS
-        ignored = tuple(f"config.{name}" for name in names)
+        ignored = [f"config.{name}" for name in names]
         differences = [
             f"{name}: {saved_claim.get(name, '(absent)')} -> {current_claim.get(name, '(absent)')}"
             for name in saved_claim | current_claim
-            if not name.startswith(ignored) and saved_claim.get(name) != current_claim.get(name)
+            if not includes_setting(ignored, name)
+            and saved_claim.get(name) != current_claim.get(name)
         ]
         require(
             not differences,

@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Learner and generator of a run. Each has its own mesh."""
+    """Learner and generator of a run, which share a mesh in today's schedules."""
 
     learner: Learner
     generator: Generator

@@ -300,7 +300,7 @@ def measure_step(
         },
         "logprob_pass_s": logprob_seconds,
         "generation_share": generation_share(phase_seconds),
-        "packing": phased_stepper.learner_metrics["learner/packing"],
+        "packing": phased_stepper.learner_metrics.get("learner/packing"),
         "micro_batch": step.learner.micro_tokens,
         "learning_flops_per_s": flops_per_second,
         "learning_roofline_share": flops_per_second / roofline.flops_per_s

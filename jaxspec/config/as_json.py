@@ -34,8 +34,12 @@ dot stands for all settings that start with it.
 """
 
 
-RENAMED_SETTINGS = {"staged": "schedule.kind", "rollout.slice_rounds": "schedule.slice_rounds"}
-"""New names of settings of earlier versions."""
+RENAMED_SETTINGS = {
+    "staged": "schedule.kind staged",
+    "no_staged": "schedule.kind fused",
+    "rollout.slice_rounds": "schedule.slice_rounds",
+}
+"""New words for options of earlier versions."""
 
 
 def rename_settings(saved_settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ LEARNING = (
     Metric(
         "skipped/policy",
         "updates",
-        "Updates skipped so far because loss or gradient was not finite.",
+        "Updates skipped so far: loss or gradient was not finite, or no token had a reward.",
     ),
     Metric("skipped/draft", "updates", "The same of the draft."),
     Metric(

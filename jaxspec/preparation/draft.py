@@ -63,7 +63,7 @@ CODE_FILES = (
     *("data/messages.py", "data/json_lines.py", "data/problem_file.py", "data/problems.py"),
     *("tokens/stop_strings.py", "tokens/turns.py", "tokens/chat_template.py"),
     "tokens/template_process.py",
-    *("build.py", "step.py", "inputs/streams.py", "sampling.py"),
+    *("build.py", "step.py", "transfer.py", "inputs/streams.py", "sampling.py"),
     *("hf/*.py", "drafts/*.py", "rollout/**/*.py", "rl/*.py", "kernels/*.py"),
 )
 """Source files that a draft depends on, in addition to those of the policy."""

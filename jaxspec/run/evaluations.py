@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -37,6 +37,7 @@ from jaxspec.system.files import write_text_atomic
 from jaxspec.system.terminal import LinePrinter
 
 
+@runtime_checkable
 class StateAnswerer(Protocol):
     """Answers prompts by the policy of `state`. A call may donate the state and replace it."""
 

@@ -65,7 +65,8 @@ def _summary_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, s
     """Yields rows for rewards, acceptance, failures and evaluations."""
     for title, name in (("reward", _REWARD), ("acceptance_length", "rollout/acceptance_length")):
         values = [record.get(name) for record in records]
-        if any(name in record for record in records):
+        # Without any reward the row says so.
+        if values and (name == _REWARD or any(value is not None for value in values)):
             # Single batches are noisy, so tenths of the run are compared.
             tenth = max(1, len(values) // 10)
             sample_note = f"first and last {tenth} of {len(values)}{_missing_note(values)}"
@@ -181,7 +182,7 @@ def explain_missing_result(records: Sequence[Mapping[str, Any]]) -> str:
         if values[-1] is None:
             reasons.append(f"the last evaluation has no {name}: no answer has a reward")
     remedy = (
-        "look at loss/policy and grad_norm/policy in metrics.jsonl; a lower"
+        "look at status/failed, loss/policy and grad_norm/policy in metrics.jsonl; a lower"
         " --optimizer.learning_rate is the usual remedy"
     )
     return f"{' and '.join(reasons)}; {remedy}" if reasons else ""

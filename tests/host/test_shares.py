@@ -77,8 +77,8 @@ scored = batches.scorer.score_training(0, rollout)
 told = {
     "made": max(made),
     "summed": max(summed),
-    "reward": scored.reward,
-    "outcomes": scored.outcomes,
+    "reward": scored.metrics["reward/mean"],
+    "outcomes": scored.metrics,
     "rows": len(rows),
 }
 total = add(np.arange(5, dtype=np.float32) + process)

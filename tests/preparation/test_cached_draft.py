@@ -129,6 +129,7 @@ class TestCachedDraft:
         )
         prompts = "data/problem_source data/messages data/json_lines data/problems tokens/turns"
         prompts += " tokens/chat_template tokens/template_process"
+        prompts += " transfer step build"
         assert {f"{name}.py" for name in prompts.split()} <= set(draft.CODE_FILES)
         with pytest.raises(ValueError, match=r"nothing\*\.py"):
             read_sources("step.py", "nothing*.py")

@@ -87,7 +87,6 @@ class PointMatching:
     For point masses it is the same as matching with target samples.
     """
 
-    name: ClassVar[str] = "point_matching"
     stream: ClassVar[int] = sampling.TARGET_STREAM
     has_point_masses: ClassVar[bool] = True
 

@@ -3,6 +3,7 @@
 Section 5 runs the step with and without speculation.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from jaxspec.bench.gpu.sections.grpo import PHASES, StepMode
 from jaxspec.bench.gpu.sections.rounds import place_round_count
 from jaxspec.bench.step import learning_flops
 from jaxspec.host import fit
-from jaxspec.metrics.mean import metrics_to_host
+from jaxspec.metrics.mean import Metrics, metrics_to_host
 from jaxspec.state import Rollout, TrainState
 
 LEARN_CALLS = 3
@@ -25,6 +26,11 @@ LEARN_CALLS = 3
 # Of forward pass, gradients of inputs and gradients of weights, frozen weights skip the last.
 FROZEN_FLOPS_SHARE = 2 / 3
 """Fraction of learning's operations that remain if only adapters are trained."""
+
+
+def read_packing(metrics: Metrics) -> float:
+    """Returns the share of positions with text. NaN if nothing was learned."""
+    return metrics_to_host(metrics).get("learner/packing", math.nan)
 
 
 def _time_phase(seconds: dict[str, float], phase: str, function: Callable, *arguments: Any) -> Any:
@@ -68,7 +74,7 @@ class _PhaseStepper:
             mean, largest = programs["logprobs"](self.state, finished)
             self.gap = float(mean), float(largest)
         self.state, metrics = _time_phase(seconds, "learn", programs["learn"], self.state, finished)
-        return seconds, rollout_figures | {"packing": metrics_to_host(metrics)["learner/packing"]}
+        return seconds, rollout_figures | {"packing": read_packing(metrics)}
 
 
 def _describe_rollout(rollout: Rollout) -> dict[str, float]:
@@ -193,7 +199,7 @@ def _time_learning(run: GpuRun) -> dict[str, Any]:
         packing = 0.0
         for phase_seconds in seconds:
             state, metrics = _time_phase(phase_seconds, "learn", learn_program, state, finished)
-            packing = metrics_to_host(metrics)["learner/packing"]
+            packing = read_packing(metrics)
     options, read_lengths = run.options, mode.read_lengths(finished.rollout)
     # The first call also loads kernels, and disturbances only slow a call down.
     best_seconds = min(phase_seconds["learn"] for phase_seconds in seconds)
