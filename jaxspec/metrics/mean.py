@@ -47,7 +47,7 @@ def as_means(values: Mapping[str, Num[Array, ""]], is_present: Bool[Array, ""]) 
 
 
 Metrics = dict[str, Num[Array, ""] | Mean]
-"""Metrics by name. A plain array has always a value."""
+"""Metrics by name. A plain array always has a value."""
 
 
 def metrics_to_host(metrics: Mapping[str, Any]) -> dict[str, float]:

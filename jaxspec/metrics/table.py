@@ -231,6 +231,10 @@ def find_metric(name: str) -> Metric | None:
     return None
 
 
+MERGED_SECTIONS = ("Rewards", "Rollouts", "Seconds")
+"""Sections whose metrics each rollout has."""
+
+
 def to_markdown() -> str:
     """Formats the table as the page docs/metrics.md."""
     lines = [
@@ -238,25 +242,22 @@ def to_markdown() -> str:
         "",
         "A batch has one line in `metrics.jsonl`. A metric without a value is absent from it, and"
         " one that is not finite is null.",
+        "Evaluations are an exception: without a value they are null too.",
         "`{depth}` counts the tokens of a draft from 1, and `{quarter}` the quarters of"
         " `rollout.max_new_tokens`.",
         "Where several rollouts fill a batch, the last column says how a metric is merged.",
-        "Metrics of learning are means over the updates on the batch. A loss of your own adds its"
-        " own names.",
+        "Losses, gradients, ratios and advantages are means over the updates on the batch, also"
+        " those of a smallest or largest value. A loss of your own adds its own names.",
     ]
     for title, metrics in SECTIONS.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| metric | unit | meaning | merged by |",
-            "|---|---|---|---|",
-        ]
-        lines += [
-            f"| `{metric.name}` | {metric.unit} | {metric.meaning} |"
-            f" {'mean' if metric.merge is fmean else metric.merge.__name__} |"
-            for metric in metrics
-        ]
+        is_merged = title in MERGED_SECTIONS
+        lines += ["", f"## {title}", ""]
+        lines += ["| metric | unit | meaning |" + " merged by |" * is_merged]
+        lines += ["|---|---|---|" + "---|" * is_merged]
+        for metric in metrics:
+            merge = "mean" if metric.merge is fmean else metric.merge.__name__
+            row = f"| `{metric.name}` | {metric.unit} | {metric.meaning} |"
+            lines.append(row + f" {merge} |" * is_merged)
     return "\n".join([*lines, ""])
 
 

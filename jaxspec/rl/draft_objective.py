@@ -4,7 +4,8 @@ It trains on the policy's detached hidden states.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -214,10 +215,11 @@ class DraftObjective(NamedTuple):
         return jnp.sum(weights * loss_sums / jnp.maximum(label_counts, 1))
 
 
-class UntrainedDraft(NamedTuple):
+@dataclass(frozen=True)
+class UntrainedDraft:
     """Objective of a draft that has nothing to learn: no depths."""
 
-    depth_count = 0
+    depth_count: ClassVar[int] = 0
 
     def label_mask(
         self, loss_mask: Bool[Array, "B T"], positions: Int[Array, "B T"]

@@ -5,7 +5,7 @@ Both use the same forward pass and logits.
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,10 +137,11 @@ class PolicyObjective(NamedTuple):
         return LossSums(zero, dict.fromkeys(names, zero), dict.fromkeys(EXTREMES, zero - jnp.inf))
 
 
-class FrozenPolicy(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class FrozenPolicy:
     """Objective of a policy that is only read."""
 
-    is_trained = False
+    is_trained: ClassVar[bool] = False
 
     def score_labels(
         self, logits: Any, labels: Any, positions: Any, processing: Processing
