@@ -61,7 +61,8 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     with contextlib.ExitStack() as stack:
         with interrupt.exit_on_signal("starting"):
             start_record = starts.report_start(config, job.mesh, workdir, job.say)
-            scorers = make_scorers(config)  # first, since reading the problems may take long
+            # Before the problems, which may take long, so that a faulty reward is reported at once.
+            scorers = make_scorers(config)
             sets = _load_problems(config, job.tokenizer, scorers, job.say)
             prompts, pad_id = config.batch.prompts, job.tokenizer.pad_id
             offline_text = read_offline_text(config, job.tokenizer, job.say)

@@ -38,7 +38,8 @@ def collective_kind(op: Instruction) -> str:
 def parse_device_groups(attributes: str, device_count: int) -> list[tuple[int, ...]]:
     """Parses the device groups of a collective.
 
-    All of XLA's notations are understood. Devices are numbered in row-major order of the mesh.
+    Reads lists, iotas and whole mesh axes. A collective-permute gives (source, target) pairs.
+    Devices are numbered in row-major order of the mesh.
 
     Args:
       attributes: text after the operands of the instruction.

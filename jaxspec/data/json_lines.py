@@ -333,7 +333,7 @@ def join_tests(row: Mapping[str, Any], tests: Any) -> str:
 
 
 def first_assertion(tests: str) -> str:
-    """Returns the first line with an assertion.
+    """Returns the first line that begins with `assert `.
 
     It shows the name of the function to write. The result is empty if there is no such line.
     """

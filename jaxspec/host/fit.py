@@ -23,7 +23,7 @@ from jaxspec.host.memory import (
 from jaxspec.host.programs import compile_generation_alone
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import has_accelerators, round_to_tiles
-from jaxspec.rollout.pages import MIN_ROWS, pool_size_for_rows, rows_in_pool
+from jaxspec.rollout.pages import MIN_ROWS, estimate_row_capacity, pool_size_for_rows
 from jaxspec.step import Sizes, Step
 
 
@@ -201,7 +201,7 @@ def _shrink_pool(
         if pages >= pool_size_for_rows(min(MIN_ROWS, slots), *page_arguments(step, prompts)):
             return sizes._replace(
                 pages=pages,
-                slots=min(slots, rows_in_pool(pages, *page_arguments(step, prompts)))
+                slots=min(slots, estimate_row_capacity(pages, *page_arguments(step, prompts)))
                 if auto.slots
                 else sizes.slots,
             )

@@ -34,8 +34,7 @@ def needs_ordering(mesh: Mesh) -> bool:
 def signal_ready(leaf: Array, spec: P = REPLICATED) -> ReadySignal:
     """Returns a signal that depends on `leaf`.
 
-    If `spec` splits `leaf` over `tensor`, the caller must be in a `shard_map` that is manual over
-    `data`.
+    If `spec` splits `leaf` over `tensor`, the caller must be inside `shard_map_rows`.
     """
 
     def signal_shard(shard: Array) -> ReadySignal:

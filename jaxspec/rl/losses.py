@@ -148,7 +148,7 @@ def import_surrogate(name: str) -> Surrogate:
     try:
         function = import_function(name)
 
-        def trace_loss() -> Any:
+        def evaluate_on_zeros() -> Any:
             # Rows and tokens differ in number, so that swapped axes are noticed.
             zeros = jnp.zeros((2, 3), jnp.float32)
             inputs = dict.fromkeys(LossInputs._fields, zeros)
@@ -157,7 +157,7 @@ def import_surrogate(name: str) -> Surrogate:
             return loss.by_label if isinstance(loss, Loss) else jnp.asarray(loss)
 
         # Only shapes are computed. Otherwise an error would appear after minutes of compilation.
-        shape = jax.eval_shape(trace_loss).shape
+        shape = jax.eval_shape(evaluate_on_zeros).shape
     except Exception as error:  # a user's code may raise anything
         raise ConfigError(f"loss.function {name}: {describe_error(error)}") from error
     require(

@@ -143,7 +143,7 @@ def pool_size_for_rows(row_count: int, *shape: int) -> int:
     )
 
 
-def rows_in_pool(page_count: int, *shape: int) -> int:
+def estimate_row_capacity(page_count: int, *shape: int) -> int:
     """Returns the number of rows that fit `page_count` pages, at least `MIN_ROWS`.
 
     Rows are taken to be halfway through responses of maximum length. `shape` is that of

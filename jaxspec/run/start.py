@@ -49,9 +49,10 @@ def start_run(
     interrupt: Interrupt,
     say: LinePrinter,
 ) -> RunState:
-    """Starts a run before its first batch.
+    """Builds the state of a new run.
 
-    Policy and draft come from folders or from the cache, or are trained now, or are random.
+    Policy and draft come from folders or from the cache, or are trained now, or are random. If
+    draft lengths are chosen, the costs of rounds are measured.
     `offline_text` is that of `read_offline_text`.
     """
     layout, shapes = step.state_shardings(), abstract_arguments(step, config.batch.prompts)[0]

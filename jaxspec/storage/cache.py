@@ -282,7 +282,7 @@ def load_tree(path: Path, abstract: PyTree) -> PyTree:
     Returns global arrays with the shardings of `abstract`. Every process reads the file.
 
     Raises:
-      DamagedFileError: the file's content has changed.
+      DamagedFileError: the file is missing or is no readable tree.
       ConfigError: names, shapes or dtypes differ from those of `abstract`.
     """
     leaves = leaves_by_name(abstract)

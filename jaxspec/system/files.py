@@ -24,7 +24,7 @@ class SaveError(ConfigError):
 
 
 class DamagedFileError(ConfigError):
-    """A file's content has changed since it was written."""
+    """A file is missing, or its content has changed since it was written."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         """Takes the problem and its remedy."""

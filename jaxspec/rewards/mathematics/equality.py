@@ -241,7 +241,7 @@ def _attributes_agree(reference: AnswerValue, answer: AnswerValue) -> bool:
         not reference.name
         and len(reference.chain) > 1
         and len(answer.chain) == 1
-        and not _is_chain(reference)
+        and not _chain_numbers_equal(reference)
     ):
         return False
     names = _comparable_name(reference), _comparable_name(answer)
@@ -249,8 +249,8 @@ def _attributes_agree(reference: AnswerValue, answer: AnswerValue) -> bool:
         return False
     # An equation in one unknown, such as `2x+1 = 3`, restates the problem, not its solution.
     if not reference.name and not _find_unknowns(reference.chain) and not answer.name:
-        return len(_find_unknowns(answer.chain[:-1])) != 1 and _is_chain(answer)
-    return _is_chain(answer)
+        return len(_find_unknowns(answer.chain[:-1])) != 1 and _chain_numbers_equal(answer)
+    return _chain_numbers_equal(answer)
 
 
 def _find_unknowns(members: Sequence[str]) -> set[str]:
@@ -265,8 +265,8 @@ def _comparable_name(item: AnswerValue) -> str:
     return name if re.search("[a-zA-Z]", item.value) else re.sub(r"\([^()]*\)$", "", name)
 
 
-def _is_chain(item: AnswerValue) -> bool:
-    """Returns whether all numbers in a chain of `=` are equal."""
+def _chain_numbers_equal(item: AnswerValue) -> bool:
+    """Returns whether all numbers in a chain of `=` are equal. True without a chain."""
     if len(item.chain) < 2:
         return True
     numbers = [
@@ -285,7 +285,7 @@ def _cores_equal(reference: AnswerValue, answer: AnswerValue) -> bool:
         right = "=".join(answer.chain) if answer.name == "" else f"{answer.name}={right}"
         return expressions_equal(left, right)
     bases = [BASE_NUMBER.fullmatch(value) for value in (left, right)]
-    # Without a digit it is a letter with an index, such as x_1.
+    # Without a digit it is taken for a variable with an index, such as x_1.
     bases = [base if base and re.search(r"\d", base[1]) else None for base in bases]
     if any(bases):
         return bases_equal(left, right, bases)

@@ -286,17 +286,19 @@ def _draw_next(
     target = _target_logprobs_at(block, summaries, accepted)
     # Without drafts nothing is rejected, and the residual is not used.
     has_drafts = block.proposal.tokens.shape[1] > 0
-    draft = _draft_probs_at(block, summaries, accepted) if has_drafts else jnp.zeros_like(target)
+    draft = (
+        _draft_distribution(block, summaries, accepted) if has_drafts else jnp.zeros_like(target)
+    )
     weighted = log_weight[:, None] + target
     residual, weights = jnp.maximum(jnp.exp(weighted) - draft, 0), jnp.exp(target)
 
     def weigh_target(tokens: Int[Array, "B N"]) -> Float[Array, "B N"]:
-        return jnp.exp(_target_logprobs_of(block, summaries, accepted, tokens))
+        return jnp.exp(_target_token_logprobs(block, summaries, accepted, tokens))
 
     def weigh_residual(tokens: Int[Array, "B N"]) -> Float[Array, "B N"]:
-        target = _target_logprobs_of(block, summaries, accepted, tokens)
+        target = _target_token_logprobs(block, summaries, accepted, tokens)
         draft = (
-            _draft_probs_of(block, summaries, accepted, tokens)
+            _draft_token_probs(block, summaries, accepted, tokens)
             if has_drafts
             else jnp.zeros_like(target)
         )
@@ -339,7 +341,7 @@ def _target_logprobs_at(
     return logprobs_from_summary(summaries.target.select_at(rows, cut), masked)
 
 
-def _target_logprobs_of(
+def _target_token_logprobs(
     block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"]
 ) -> Float[Array, "B N"]:
     """Returns the target's log-probabilities of some tokens."""
@@ -349,7 +351,7 @@ def _target_logprobs_of(
     return logprobs_from_summary(summaries.target.select_at(rows, cut), masked)
 
 
-def _draft_probs_at(
+def _draft_distribution(
     block: Block, summaries: _Summaries, cut: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
     """Returns the draft's probabilities of all tokens of the target."""
@@ -362,7 +364,7 @@ def _draft_probs_at(
     return vocabulary.clear_outside(jnp.exp(_logprobs_of_draft(block, summary, masked, indices)))
 
 
-def _draft_probs_of(
+def _draft_token_probs(
     block: Block, summaries: _Summaries, cut: Int[Array, " B"], tokens: Int[Array, "B N"]
 ) -> Float[Array, "B N"]:
     """Returns the draft's probabilities of some tokens of the target."""
