@@ -21,7 +21,7 @@ from jaxspec.system.compiling import track_compilation
 from jaxspec.system.terminal import LinePrinter
 
 Answerer = Callable[[RolloutWeights, Prompts], Rollout]
-"""Answers prompts. Evaluations, offline draft data and benchmarks ask for rollouts by it alone."""
+"""Answers prompts, for evaluations, offline draft data and `bench generate`."""
 
 
 def abstract_leaf(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
