@@ -207,11 +207,11 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
         try_scorers(job.config, sets, scorers)
         start_time = time.perf_counter()
         step = replace(job.step, learner=without_optimizers(job.step.learner))
-        program = compile_evaluator(
+        evaluator, program = compile_evaluator(
             job.config, step, job.tokenizer, sets, scorers, job.say, with_text=True
         )
         job.say(f"compiled in {time.perf_counter() - start_time:.1f} s")
-    evaluator, records = program.evaluator, RecordFile(folder, jax.process_index())
+    records = RecordFile(folder, jax.process_index())
     # A killed process may have left half a line. The complete ones stay.
     records.truncate_from(float("inf"))
     answered = records.load_records()

@@ -26,7 +26,7 @@ from jaxspec.bench.roofline import decode_work, read_roofline
 from jaxspec.bench.workload import GenerateOptions, LengthSetting
 from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import AUTO_LENGTHS, parse_range
-from jaxspec.host.programs import TimedGeneration, compile_answerer
+from jaxspec.host.programs import SlicedAnswerer, compile_answerer
 from jaxspec.processes.devices import describe_machine
 from jaxspec.state import Prompts, Rollout
 from jaxspec.system.trace import Profiler
@@ -148,18 +148,18 @@ def _time_lengths(
     A sample has seconds per round, tokens per pass and tokens per round. The first of the `prompts`
     warm up.
     """
-    generations = {}
+    answerers = {}
     for length in lengths:
         generator = checkpoint.build_generator(live, length)
         weights = checkpoint.load_weights(generator, prompts[0])
-        generations[length] = TimedGeneration(generator, weights, prompts[0]), weights
+        answerers[length] = SlicedAnswerer(generator, weights, prompts[0]), weights
     measurements: dict[LengthSetting, list[tuple[float, float, float]]] = {
         length: [] for length in lengths
     }
     # Lengths take turns, so that noise of the machine affects all of them.
     for repeat, batch in enumerate(prompts):
-        for length, (generation, weights) in generations.items():
-            timing = generation(weights, batch)
+        for length, (answerer, weights) in answerers.items():
+            timing = answerer.time_call(weights, batch)
             tokens = float(np.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
             passes = float(np.sum(timing.rollout.statistics.rounds))
             per_round = (

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxspec.bench.variants import DraftVariant
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.drafts import draft_temperature
-from jaxspec.host.programs import TimedGeneration, abstract_arguments, put_like
+from jaxspec.host.programs import SlicedAnswerer, abstract_arguments, put_like
 from jaxspec.host.round_cost import add_length_chooser
 from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
@@ -41,7 +41,7 @@ class VariantBench:
     """How drafts are verified. Empty without a draft."""
     generator: Generator
     weights: RolloutWeights
-    generation: TimedGeneration
+    answerer: SlicedAnswerer
     overlap: Float[Array, "K F"]
     """Decayed sums of expected acceptance, see `drafts/draft_temperature.py`."""
     rollouts: list[Rollout] = field(default_factory=list)
@@ -63,14 +63,14 @@ class VariantBench:
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Generates answers to a batch."""
-        return self.generation(self.current_weights, prompts).rollout
+        return self.answerer(self.current_weights, prompts)
 
     def time_batch(self, prompts: Prompts) -> None:
         """Times the generation of answers to a batch.
 
         Tokens per second include the prefill, and seconds per round do not.
         """
-        timing = self.generation(self.current_weights, prompts)
+        timing = self.answerer.time_call(self.current_weights, prompts)
         tokens = float(jnp.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
         self.round_seconds.append(timing.loop_seconds / timing.rounds)
         self.token_rates.append(tokens / timing.seconds)
@@ -175,7 +175,6 @@ def prepare_bench(
         prompts,
     )
     weights = jax.jit(step.sync)(state)
-    generation = TimedGeneration(step.generator, weights, prompts)
     sampling, verify = sampling_and_rule(variant, config, step.generator)
     return VariantBench(
         variant=variant,
@@ -183,7 +182,7 @@ def prepare_bench(
         verify=verify,
         generator=step.generator,
         weights=weights,
-        generation=generation,
+        answerer=SlicedAnswerer(step.generator, weights, prompts),
         overlap=state.generator.overlap_by_factor,
     )
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,14 +16,19 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# All groups of a collective span the same mesh axes, and a large mesh has hundreds of groups.
-_SAMPLED_GROUPS = 8
-"""Number of device groups to inspect."""
-# XLA prints groups as a list, by mesh axes, or as a reshaped and transposed iota. A
-# collective-permute has pairs of devices instead.
+# XLA prints groups as a list, as a reshaped and transposed iota, or by the axes of a mesh of its
+# own. That mesh may be in another order than the iota, and groups may span a factor of an axis:
+# 'tensor':(2)4 is the middle factor of tensor = 2 x 4 x rest. A collective-permute has pairs.
 _LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,{} ]*\})?)\}")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]*)\}")
-_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[(?P<mesh>[^\]]+)\]"
+    r"(?:, device_ids=\((?P<ids>[\d,]+|\[[\d,]+\](?:T\([\d,]+\))?)\))?"
+    r" \{(?P<axes>[^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_GROUP_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
+_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _PERMUTE_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
@@ -38,12 +42,15 @@ def collective_kind(op: Instruction) -> str:
 def parse_device_groups(attributes: str, device_count: int) -> list[tuple[int, ...]]:
     """Parses the device groups of a collective.
 
-    Reads lists, iotas and whole mesh axes. A collective-permute gives (source, target) pairs.
-    Devices are numbered in row-major order of the mesh.
+    A collective-permute gives (source, target) pairs. Devices are numbered in row-major order of
+    the program's mesh.
 
     Args:
       attributes: text after the operands of the instruction.
       device_count: number of devices of the mesh. They form one group if none is written.
+
+    Raises:
+      ValueError: the groups are written in an unknown form.
     """
     permute_match = _PERMUTE_PAIRS.search(attributes)
     if permute_match:
@@ -56,41 +63,82 @@ def parse_device_groups(attributes: str, device_count: int) -> list[tuple[int, .
         return listed_groups or [tuple(range(device_count))]
     mesh_match = _MESH_GROUPS.search(attributes)
     if mesh_match:
-        axis_sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh_match[1])}
-        group_axes = [
-            list(axis_sizes).index(name) for name in re.findall(r"'(\w+)'", mesh_match[2])
-        ]
-        dims = list(axis_sizes.values())
-        # With the axes of the groups last, each row of the reshaped device ids is one group.
-        order = [axis for axis in range(len(dims)) if axis not in group_axes] + group_axes
-        return _expand_iota(dims, order, (-1, math.prod(dims[axis] for axis in group_axes)))
+        return _parse_mesh_groups(mesh_match)
     iota_match = _IOTA_GROUPS.search(attributes)
-    if iota_match is None:
-        return [tuple(range(device_count))]
-    dims = _parse_numbers(iota_match[2])
-    order = _parse_numbers(iota_match[3]) if iota_match[3] else tuple(range(len(dims)))
-    return _expand_iota(dims, order, _parse_numbers(iota_match[1]))
+    if iota_match:
+        return _split_rows(_parse_iota(iota_match[2]).reshape(_parse_numbers(iota_match[1])))
+    # Guessing here would name wrong axes.
+    if "replica_groups=" in attributes or "source_target_pairs=" in attributes:
+        raise ValueError(f"device groups of an unknown form: {attributes}")
+    return [tuple(range(device_count))]
+
+
+def _parse_mesh_groups(match: re.Match[str]) -> list[tuple[int, ...]]:
+    """Parses groups that are written by mesh axes."""
+    mesh = {name: int(size) for name, size in _MESH_AXIS.findall(match["mesh"])}
+    factors = [
+        # Without sizes a group spans the whole axis.
+        (name, int(before or 1), int(size or mesh[name]))
+        for name, before, size in _GROUP_AXIS.findall(match["axes"])
+    ]
+    dims: list[int] = []
+    # Dimension of a factor, by its axis and the product of the factors before it.
+    places: dict[tuple[str, int], int] = {}
+    for axis, axis_size in mesh.items():
+        covered = 1
+        for _, before, size in sorted(factor for factor in factors if factor[0] == axis):
+            places[axis, before] = len(dims) + 1
+            dims += [before // covered, size]
+            covered = before * size
+        dims.append(axis_size // covered)
+    group_dims = [places[axis, before] for axis, before, _ in factors]
+    # With the dimensions of the groups last, each row of the reshaped device ids is one group.
+    order = [dim for dim in range(len(dims)) if dim not in group_dims] + group_dims
+    group_size = math.prod(dims[dim] for dim in group_dims)
+    ids = _parse_device_ids(match["ids"], math.prod(mesh.values()))
+    return _split_rows(ids.reshape(dims).transpose(order).reshape(-1, group_size))
+
+
+def _parse_device_ids(text: str | None, device_count: int) -> np.ndarray:
+    """Parses the devices of a mesh. Without any they are in order."""
+    if text is None:
+        return np.arange(device_count)
+    return _parse_iota(text) if text.startswith("[") else np.array(_parse_numbers(text))
+
+
+def _parse_iota(text: str) -> np.ndarray:
+    """Parses `[dims]T(order)`: device ids in row-major order, transposed."""
+    match = _IOTA.fullmatch(text)
+    assert match is not None, "the pattern around it has matched"
+    dims = _parse_numbers(match[1])
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(_parse_numbers(match[2])) if match[2] else ids
 
 
 def collective_axes(op: Instruction, mesh: dict[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes of a collective.
+
+    An axis also counts if groups span only a part of it.
 
     Args:
       op: the collective.
       mesh: axis sizes by name.
     """
     shape = tuple(mesh.values())
-    is_crossed = np.zeros(len(shape), bool)
-    for group in parse_device_groups(op.attributes, math.prod(shape))[:_SAMPLED_GROUPS]:
-        # An axis is crossed if its coordinate differs between devices of one group.
-        coordinates = np.stack(np.unravel_index(np.array(group), shape))
-        is_crossed |= np.any(coordinates != coordinates[:, :1], axis=1)
+    groups = parse_device_groups(op.attributes, math.prod(shape))
+    devices = [device for group in groups for device in group]
+    first_devices = [group[0] for group in groups for _ in group]
+    # An axis is crossed if its coordinate differs between devices of one group.
+    coordinates, first_coordinates = (
+        np.stack(np.unravel_index(np.array(ids, int), shape)) for ids in (devices, first_devices)
+    )
+    is_crossed = np.any(coordinates != first_coordinates, axis=1)
     return tuple(name for name, crossed in zip(mesh, is_crossed, strict=True) if crossed)
 
 
 def devices_per_group(op: Instruction, device_count: int) -> int:
-    """Returns the number of devices in each group."""
-    return len(parse_device_groups(op.attributes, device_count)[0])
+    """Returns the number of devices in a group, the largest one."""
+    return max(map(len, parse_device_groups(op.attributes, device_count)), default=1)
 
 
 def payload_bytes(op: Instruction) -> int:
@@ -127,9 +175,5 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _expand_iota(
-    dims: Sequence[int], order: Sequence[int], shape: Sequence[int]
-) -> list[tuple[int, ...]]:
-    # Iota notation: device ids in row-major order, transposed, then cut into groups.
-    device_ids = np.arange(math.prod(dims)).reshape(tuple(dims)).transpose(tuple(order))
-    return [tuple(row) for row in device_ids.reshape(tuple(shape)).tolist()]
+def _split_rows(groups: np.ndarray) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in groups.tolist()]

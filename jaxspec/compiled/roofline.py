@@ -13,8 +13,8 @@ BANDWIDTH_SHARE, PEAK_SHARE = 0.85, 0.65
 # Measured on an H100.
 LAUNCH_SECONDS = 2.85e-6
 """Seconds that each kernel launch adds."""
-# Counted in programs compiled for an H100.
-LAYER_KERNELS, OTHER_KERNELS, DRAFT_KERNELS = 16, 103, 59
+# From docs/benchmarks.md: a round of 36 layers starts 570 kernels plain, and 692 with 3 drafts.
+LAYER_KERNELS, OTHER_KERNELS, DRAFT_KERNELS = 14, 66, 41
 """Kernels per target layer, per round outside the layers, and per drafted token."""
 VERIFY_PASSES = 3
 """Times that verification reads or writes the logits (`rollout/verification`)."""
@@ -88,11 +88,15 @@ def estimate_round_seconds(
     verify_bytes = positions * VERIFY_PASSES * target.vocab_size * LOGIT_BYTES / devices.tensor
     seconds = _pass_seconds(devices, target, positions, positions, rows, context)
     seconds += verify_bytes / (BANDWIDTH_SHARE * devices.card.bandwidth)
-    kernels = target.layer_count * LAYER_KERNELS + OTHER_KERNELS + draft_length * DRAFT_KERNELS
     if draft_length:
         seconds += _pass_seconds(devices, draft, rows * draft_reads, rows, rows, context)
         seconds += (draft_length - 1) * _pass_seconds(devices, draft, rows, rows, rows, context)
-    return seconds + kernels * LAUNCH_SECONDS
+    return seconds + count_kernels(target.layer_count, draft_length) * LAUNCH_SECONDS
+
+
+def count_kernels(layer_count: int, draft_length: int) -> int:
+    """Counts the kernels that a round starts."""
+    return layer_count * LAYER_KERNELS + OTHER_KERNELS + draft_length * DRAFT_KERNELS
 
 
 def _pass_seconds(

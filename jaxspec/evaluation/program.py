@@ -18,7 +18,13 @@ from jaxspec.data.scoring import Judge
 from jaxspec.evaluation.evaluator import Evaluator, PolicyAnswerer
 from jaxspec.host.fit import fit_step
 from jaxspec.host.loaded_run import resize_overlap
-from jaxspec.host.programs import Answerer, abstract_arguments, compile_ahead, compile_answerer
+from jaxspec.host.programs import (
+    Answerer,
+    abstract_arguments,
+    abstract_prompts,
+    compile_ahead,
+    compile_answerer,
+)
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import prefix_errors
@@ -31,22 +37,20 @@ from jaxspec.tokens.tokenizer import Tokenizer
 
 
 class EvaluationProgram(NamedTuple):
-    """An evaluator, and a program of its own that answers."""
+    """Compiled programs that answer by the policy of a state."""
 
-    evaluator: Evaluator
     load_weights: Callable[[TrainState], RolloutWeights]
     """Loads the policy of a state, which stays as it is."""
     answerer: Answerer
 
+    @property
+    def programs(self) -> Mapping[str, Any]:
+        """Compiled programs, by phase."""
+        return {"prepare": self.load_weights, "generate": self.answerer}
+
     def bind(self, state: TrainState) -> PolicyAnswerer:
         """Returns an answerer with the policy of a state."""
         return partial(self.answerer, self.load_weights(state))
-
-
-class _Phases(NamedTuple):
-    """Compiled programs of an evaluation."""
-
-    programs: Mapping[str, Any]
 
 
 # The choice among several lengths relies on measurements of the run's own rollouts.
@@ -158,10 +162,10 @@ def compile_evaluator(
     scorers: SetScorers,
     say: LinePrinter,
     with_text: bool = False,
-) -> EvaluationProgram:
-    """Compiles an evaluator's own program.
+) -> tuple[Evaluator, EvaluationProgram]:
+    """Compiles an evaluator's own program. Returns both.
 
-    It takes states of the run's step, and does not consume them.
+    The program takes states of the run's step, and does not consume them.
 
     Args:
       run_config: the run's config.
@@ -185,24 +189,23 @@ def compile_evaluator(
     state, _, _ = abstract_arguments(run_step, run_config.batch.prompts)
 
     # Called for each size that `fit_step` tries.
-    def compile_phases(step: Step) -> _Phases:
+    def compile_program(step: Step) -> EvaluationProgram:
         def sync(state: TrainState) -> RolloutWeights:
             factors = resize_overlap(state.generator.overlap_by_factor, step.generator, grid)
             # A fixed draft length needs no chooser. The overlap table must have the new depth.
             generator_state = state.generator.replace(overlap_by_factor=factors, chooser=None)
             return step.sync(state.replace(generator=generator_state))
 
-        _, _, prompt_shapes = abstract_arguments(step, prompts)
-        prepare, weights = compile_ahead(sync, state)
+        load_weights, weights = compile_ahead(sync, state)
+        prompt_shapes = abstract_prompts(step.generator, prompts)
         answerer = compile_answerer(step.generator, weights, prompt_shapes)
-        return _Phases({"prepare": prepare, "generate": answerer})
+        return EvaluationProgram(load_weights, answerer)
 
     # Evaluations do not learn, so the size of micro-batches has no effect on their memory.
     choices = automatic_sizes(config, mesh)._replace(tokens=False)
-    fit = fit_step(evaluation_step, prompts, compile_phases, choices)
-    programs = fit.compiled.programs
+    fit = fit_step(evaluation_step, prompts, compile_program, choices)
     source = PromptSource(sets, fit.step.generator, prompts, tokenizer.pad_id)
     judge = Judge(scorers, tokenizer, source.group_size)
     scorer = RolloutScorer(config, fit.step, source, judge, say)
     evaluator = Evaluator(source, scorer, config, config.batch.group_size, with_text)
-    return EvaluationProgram(evaluator, programs["prepare"], programs["generate"])
+    return evaluator, fit.compiled

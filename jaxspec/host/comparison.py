@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.host.programs import TimedGeneration, TimedRollout
+from jaxspec.host.programs import SlicedAnswerer, TimedRollout
 from jaxspec.state import Drafter, Prompts, TrainState
 from jaxspec.step import Step
 
@@ -43,13 +43,13 @@ def compare_decoding(
         (step.generator.without_draft(), rollout_weights.replace(drafter=no_draft)),
         (step.generator, rollout_weights),
     )
-    timed_generations = [
-        (TimedGeneration(generator, weights, prompts), weights) for generator, weights in variants
+    answerers = [
+        (SlicedAnswerer(generator, weights, prompts), weights) for generator, weights in variants
     ]
 
     def time_pair() -> list[TimedRollout]:
         # Taking turns spreads drifts of the machine's speed over both variants.
-        return [call(weights, prompts) for call, weights in timed_generations]
+        return [answerer.time_call(weights, prompts) for answerer, weights in answerers]
 
     start_time = time.perf_counter()
     # Both answer the same prompts, so their lengths differ only by chance. This pair also warms up

@@ -22,20 +22,14 @@ from jaxspec.data.problems import pad_prompts
 from jaxspec.drafts import draft_temperature
 from jaxspec.drafts.kinds import DraftKind, get_kind
 from jaxspec.host.job import Job, make_job, start_jax, with_full_pool
-from jaxspec.host.programs import (
-    abstract_arguments,
-    compile_ahead,
-    compile_for_generator,
-    put_like,
-)
+from jaxspec.host.programs import SlicedAnswerer, abstract_arguments, compile_ahead, put_like
 from jaxspec.host.starts import BEST, CHECKPOINTS, CONFIG, list_steps
 from jaxspec.host.workdir import read_saved_config
 from jaxspec.inputs.checked import prefix_errors, require
 from jaxspec.inputs.streams import Stream
-from jaxspec.metrics.mean import Metrics, metrics_to_host
+from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.processes.devices import count_devices
-from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import RUNNING, Prompts, RolloutWeights, TrainState
 from jaxspec.step import Step
@@ -266,37 +260,21 @@ class LoadedRun:
         # and changing draft lengths are off: the caller advances single rounds.
         generator = step.generator.make_variant(prompts=1, group_size=samples, tail=(), lengths=())
 
-        def advance_one_round(weights: RolloutWeights, decode_state: DecodeState) -> DecodeState:
-            return generator.advance(weights, decode_state, jnp.int32(1))
-
-        def measure(decode_state: DecodeState, weights: RolloutWeights) -> Metrics:
-            return generator.measure_rollout(generator.collect(weights, decode_state), weights)
-
         self._pad_id, self._weights, self._prompt_count = pad_id, weights, 0
         _, _, self._layout = abstract_arguments(replace(step, generator=generator), 1)
-        self._begin, decode_state = compile_for_generator(
-            generator, generator.begin, weights, self._layout
-        )
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, decode_state)
-        self._advance, _ = compile_for_generator(
-            generator,
-            advance_one_round,
-            weights,
-            decode_state,
-            donate_argnums=1,
-            out_shardings=shardings,
-        )
-        self._measure, _ = compile_ahead(measure, decode_state, weights)
+        self._answerer = SlicedAnswerer(generator, weights, self._layout)
+        shapes = self._answerer.decode_state.rollout
+        self._measure, _ = compile_ahead(generator.measure_rollout, shapes, weights)
         idle_prompts = put_like(
             jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._layout), self._layout
         )
         # Warms up the programs, whose first calls are slower.
-        self._advance(weights, self._begin(weights, idle_prompts))
+        self._answerer(weights, idle_prompts)
 
     def generate_rounds(self, problem: Problem) -> Iterator[list[RoundTokens] | PromptAnswer]:
         """Yields each round's tokens of all rows, then a summary."""
         start_time, seconds = time.perf_counter(), 0.0
-        decode_state = self._begin(self._weights, self._place_prompt(problem))
+        decode_state = self._answerer.begin(self._weights, self._place_prompt(problem))
         lengths, accepted, status = (
             np.full(1, len(problem.ids)),
             np.zeros(1, int),
@@ -304,7 +282,7 @@ class LoadedRun:
         )
         # Until the first round returns all rows, one element stands for all of them.
         while np.any(status == RUNNING):
-            decode_state = self._advance(self._weights, decode_state)
+            decode_state = self._answerer.advance(self._weights, decode_state, np.int32(1))
             rollout = jax.device_get(decode_state.rollout)
             previous_lengths, previous_accepted = (
                 np.broadcast_to(lengths, rollout.lengths.shape),
@@ -328,7 +306,9 @@ class LoadedRun:
             # The clock restarts here, so that time spent by the caller is not counted.
             start_time = time.perf_counter()
         yield PromptAnswer(
-            metrics_to_host(self._measure(decode_state, self._weights)), status.tolist(), seconds
+            metrics_to_host(self._measure(decode_state.rollout, self._weights)),
+            status.tolist(),
+            seconds,
         )
 
     def _place_prompt(self, problem: Problem) -> Prompts:

@@ -21,7 +21,12 @@ from jaxspec.system.compiling import track_compilation
 from jaxspec.system.terminal import LinePrinter
 
 Answerer = Callable[[RolloutWeights, Prompts], Rollout]
-"""Answers prompts, for evaluations, offline draft data and `bench generate`."""
+"""Answers prompts.
+
+Evaluations, offline draft data, `sample`, the closing comparison and benchmarks ask one.
+"""
+ALL_ROUNDS = np.iinfo(np.int32).max
+"""Number of rounds of a slice that runs until all rows have ended."""
 
 
 def abstract_leaf(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -139,36 +144,53 @@ class TimedRollout(NamedTuple):
         return self.prefill_seconds + self.loop_seconds
 
 
-class TimedGeneration:
-    """Generation whose rounds are timed without the prefill."""
+class SlicedAnswerer:
+    """Answerer whose generation the host can stop between rounds."""
 
-    def __init__(self, generator: Generator, weights: RolloutWeights, prompts: Prompts):
-        def advance_to_end(weights: RolloutWeights, decode_state: DecodeState) -> DecodeState:
-            return generator.advance(weights, decode_state, jnp.int32(np.iinfo(np.int32).max))
+    begin: Callable[[RolloutWeights, Prompts], DecodeState]
+    """Compiled prefill."""
+    advance: Callable[[RolloutWeights, DecodeState, np.int32], DecodeState]
+    """Compiled slice of the given number of rounds. Donates the decode state."""
+    decode_state: DecodeState
+    """Shapes and shardings of the decode state."""
 
+    def __init__(self, generator: Generator, weights: RolloutWeights, prompts: Prompts) -> None:
+        """Compiles prefill and slices for arguments like `weights` and `prompts`."""
         self._generator = generator
-        self._begin, decode_state = compile_for_generator(
+        self.begin, self.decode_state = compile_for_generator(
             generator, generator.begin, weights, prompts
         )
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, decode_state)
-        self._advance, _ = compile_for_generator(
+        # The state of a slice is donated to the next, which takes the same layout.
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.decode_state)
+        # The number of rounds is an array, so one program runs slices of any size.
+        rounds = jax.ShapeDtypeStruct((), jnp.int32)
+        self.advance, _ = compile_for_generator(
             generator,
-            advance_to_end,
-            weights,
-            decode_state,
+            generator.advance,
+            *(weights, self.decode_state, rounds),
             donate_argnums=1,
             out_shardings=shardings,
         )
 
-    def __call__(self, weights: RolloutWeights, prompts: Prompts) -> TimedRollout:
+    def collect(self, weights: RolloutWeights, decode_state: DecodeState) -> Rollout:
+        """Returns the rows generated so far."""
+        by_row = meshes.row_sharding(self._generator.mesh)
+        # Arrays without elements come back without their sharding.
+        return jax.device_put(self._generator.collect(weights, decode_state), by_row)
+
+    def __call__(self, weights: RolloutWeights, prompts: Prompts) -> Rollout:
+        """Answers all prompts."""
+        decode_state = self.begin(weights, prompts)
+        return self.collect(weights, self.advance(weights, decode_state, np.int32(ALL_ROUNDS)))
+
+    def time_call(self, weights: RolloutWeights, prompts: Prompts) -> TimedRollout:
         """Answers all prompts, and times prefill and loop."""
         start_time = time.perf_counter()
         # Calls return before the device has finished, so each time waits for its result.
-        decode_state = jax.block_until_ready(self._begin(weights, prompts))
+        decode_state = jax.block_until_ready(self.begin(weights, prompts))
         prefill_time = time.perf_counter()
-        rollout = jax.block_until_ready(
-            self._generator.collect(weights, self._advance(weights, decode_state))
-        )
+        decode_state = self.advance(weights, decode_state, np.int32(ALL_ROUNDS))
+        rollout = jax.block_until_ready(self.collect(weights, decode_state))
         end_time = time.perf_counter()
         return TimedRollout(
             rollout,

@@ -207,10 +207,9 @@ def open_evaluations(
     other_settings = differing_settings(job.config)
     if other_settings:
         job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
-        program = compile_evaluator(
+        evaluator, program = compile_evaluator(
             job.config, job.step, job.tokenizer, source.sets, scorers, job.say
         )
-        evaluator = program.evaluator
 
         def bind(state: TrainState) -> StateAnswerer:
             return WeightsAnswerer(program.bind(state), state)

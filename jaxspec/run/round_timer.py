@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxspec.host.programs import put_like
+from jaxspec.host.programs import ALL_ROUNDS, put_like
 from jaxspec.host.round_cost import broadcast_table, cost_file, load_costs
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import replicated_sharding, row_shard_count
@@ -29,8 +29,6 @@ TIMED_ROUNDS = 4
 """Rounds that the first rollout times for a length: with the warm-up, 21 rounds for 3 lengths."""
 CHECK_INTERVAL = 64
 """Rounds between checks of the first rollout for costs that were not timed yet."""
-UNBOUNDED = np.iinfo(np.int32).max
-"""Number of rounds of a slice that runs until all rows have ended."""
 
 
 class RoundTimer:
@@ -39,7 +37,7 @@ class RoundTimer:
     Forces each length for a few rounds, in each loop and context that the rollout reaches.
     """
 
-    def __init__(self, generator: Generator, slice_rounds: int = UNBOUNDED) -> None:
+    def __init__(self, generator: Generator, slice_rounds: int = ALL_ROUNDS) -> None:
         self._slice_rounds, settings = slice_rounds, generator.settings
         self._file = cost_file(generator, generator.prompt_length)
         self._context_ends = length_chooser.context_buckets(generator.row_length)

@@ -16,6 +16,8 @@ from jaxspec.host import memory
 from jaxspec.host.fit import fit_step
 from jaxspec.host.job import Job
 from jaxspec.host.programs import (
+    ALL_ROUNDS,
+    SlicedAnswerer,
     abstract_arguments,
     compile_ahead,
     compile_answerer,
@@ -24,7 +26,7 @@ from jaxspec.host.programs import (
     times_real_rounds,
 )
 from jaxspec.metrics.mean import metrics_to_host
-from jaxspec.run.round_timer import UNBOUNDED, AdvanceRounds, AdvanceSlice, RoundTimer
+from jaxspec.run.round_timer import AdvanceRounds, AdvanceSlice, RoundTimer
 from jaxspec.state import RUNNING, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
 from jaxspec.system.compiling import first_start_notice
@@ -116,7 +118,6 @@ def compile_fused_schedule(
 
 def uniform_slices(rounds: int) -> SliceFactory:
     """Returns a factory of slices of `rounds` rounds."""
-    # The number of rounds is an array, so one program runs slices of any size.
     return lambda advance, weights, _: lambda running: advance(weights, running, np.int32(rounds))
 
 
@@ -204,7 +205,7 @@ def _compile_phases(
     )
     sync, weights = compile_ahead(step.sync, state)
     generate, programs = (
-        _compile_sliced_generation(step, weights, prompt_shapes, scored.rollout, slice_factory)
+        _compile_sliced_generation(step, weights, prompt_shapes, slice_factory)
         if slice_factory
         else _compile_whole_generation(step, weights, prompt_shapes)
     )
@@ -240,45 +241,33 @@ def _compile_sliced_generation(
     step: Step,
     weights: RolloutWeights,
     prompts: Prompts,
-    rollout: Rollout,
     slice_factory: SliceFactory,
 ) -> tuple[Callable, dict[str, Any]]:
     """Compiles generation in slices. Returns a function and its programs by phase.
 
     The function returns None if `on_slice` asked it to stop.
     """
-
-    prefill, running = compile_for_generator(step.generator, step.generator.begin, weights, prompts)
-    # The state of a slice is donated to the next, which takes the same layout.
-    running_shardings = jax.tree.map(lambda leaf: leaf.sharding, running)
-    rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    advance, _ = compile_for_generator(
-        step.generator,
-        step.generator.advance,
-        *(weights, running, rounds),
-        donate_argnums=1,
-        out_shardings=running_shardings,
-    )
+    answerer = SlicedAnswerer(step.generator, weights, prompts)
     # The host cannot read a global array of several processes, only a replicated flag.
     is_unfinished, _ = compile_ahead(
         lambda status: jnp.any(status == RUNNING),
-        running.rollout.status,
+        answerer.decode_state.rollout.status,
         out_shardings=meshes.replicated_sharding(step.generator.mesh),
     )
-    by_row = jax.tree.map(lambda leaf: leaf.sharding, rollout)
 
     def generate(
         weights: RolloutWeights, prompts: Prompts, on_slice: SliceCallback
     ) -> Rollout | None:
-        running, run_slice = prefill(weights, prompts), slice_factory(advance, weights, prompts)
+        running = answerer.begin(weights, prompts)
+        run_slice = slice_factory(answerer.advance, weights, prompts)
         while bool(is_unfinished(running.rollout.status)):
             if on_slice(running.rollout):
                 return None
             running = run_slice(running)
-        # Arrays without elements come back without their sharding.
-        return jax.device_put(step.generator.collect(weights, running), by_row)
+        return answerer.collect(weights, running)
 
-    return generate, {"prefill": prefill, "slice": advance, "unfinished": is_unfinished}
+    programs = {"prefill": answerer.begin, "slice": answerer.advance, "unfinished": is_unfinished}
+    return generate, programs
 
 
 def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0) -> StepSchedule:
@@ -290,7 +279,7 @@ def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0
     # of the length that seems best, and an update of the policy. To force a length for a full
     # rollout would cost as much as it can win. So generation has its own program here, and a slice
     # with rounds of one length is timed. Nothing is compiled for the timing alone.
-    timer = RoundTimer(step.generator, slice_rounds or UNBOUNDED)
+    timer = RoundTimer(step.generator, slice_rounds or ALL_ROUNDS)
     schedule = compile_staged_schedule(step, prompt_count, slice_factory=timer.begin_rollout)
 
     def run_step(

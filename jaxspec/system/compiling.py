@@ -34,9 +34,6 @@ _TITLES = {
     "generate": "generation",
     "begin": "prefill",
     "advance": "rounds",
-    "advance_to_end": "rounds",
-    "advance_one_round": "a round",
-    "measure": "metrics",
     "measure_rollout": "metrics",
 }
 """Names of compiled functions for users."""

@@ -124,14 +124,14 @@ def test_programs_that_are_compiled_ahead_are_told(
     monkeypatch.setattr(compiling, "QUIET_SECONDS", 0.0)
     lines: list[str] = []
 
-    def advance_to_end(value: jax.Array) -> jax.Array:
+    def advance(value: jax.Array) -> jax.Array:
         return jnp.sin(value) + 1
 
     given = jax.device_put(jnp.ones((7,)), jax.devices()[0])
-    program, _ = compile_ahead(advance_to_end, given, print_line=lines.append)
+    program, _ = compile_ahead(advance, given, print_line=lines.append)
     assert program(given).shape == (7,)
     assert lines[:1] == ["compiling rounds: 0 s so far, for the first time here"]
-    assert (file.parent / "advance_to_end-1-cpu-5.json").exists()
+    assert (file.parent / "advance-1-cpu-5.json").exists()
 
 
 @pytest.mark.parametrize(("accelerated", "usual"), [(True, "minutes"), (False, "10 s")])
