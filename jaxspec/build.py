@@ -31,7 +31,7 @@ from jaxspec.rollout.verification.modes import Matching, Rejection
 from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.step import HOST_MEMORY, AdvantageFunction, Step
+from jaxspec.step import HOST_MEMORY, Step
 
 
 def build_step(
@@ -78,14 +78,16 @@ def build_step(
             if config.draft_training.every == "auto"
             else schedule.train_every(config.draft_training.every)
         ),
-        compute_advantages=_build_advantages(config),
-        kl_in_reward=_build_kl_penalty(config, in_loss=False),
+        advantages=_build_advantages(config),
+        kl_in_reward=(
+            _build_kl_penalty(config) if config.kl.beta and config.kl.where != "loss" else None
+        ),
         mini_batches=config.batch.mini_batches,
         uses_dynamic_sampling=config.dynamic_sampling.max_batches > 0,
     )
 
 
-def _build_advantages(config: ResolvedConfig) -> AdvantageFunction:
+def _build_advantages(config: ResolvedConfig) -> advantages.AdvantageEstimator:
     settings = config.advantage
     baseline = {
         "none": advantages.keep_rewards,
@@ -100,10 +102,7 @@ def _build_advantages(config: ResolvedConfig) -> AdvantageFunction:
         "batch": advantages.divide_by_batch_std,
         "whiten": advantages.whiten_over_tokens,
     }[settings.std]
-    group_size = config.batch.group_size
-    return partial(
-        advantages.compute_advantages, group_size=group_size, baseline=baseline, scale=scale
-    )
+    return advantages.AdvantageEstimator(config.batch.group_size, baseline, scale)
 
 
 def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
@@ -122,7 +121,7 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
     # GSPO weighs whole sequences. A user's function replaces it, and is of tokens.
     by_sequence = settings.kind == "gspo" and not settings.function
     correction = {
-        "none": None,
+        "none": loss_terms.keep_weights,
         "tis": loss_terms.ImportanceWeights(max_weight=high, by_sequence=by_sequence),
         "icepop": loss_terms.ImportanceWeights(low, high, truncate=False, by_sequence=by_sequence),
         "sequence_mask": loss_terms.SequenceMask(low, high),
@@ -131,16 +130,23 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
         losses.policy_gradient_loss,
         surrogate=surrogate,
         correction=correction,
-        kl=_build_kl_penalty(config, in_loss=True),
-        entropy_weight=settings.entropy,
+        terms=_build_loss_terms(config),
     )
 
 
-def _build_kl_penalty(config: ResolvedConfig, in_loss: bool) -> loss_terms.KlPenalty | None:
-    """Builds the KL penalty. None if it is not charged there."""
+def _build_loss_terms(config: ResolvedConfig) -> tuple[loss_terms.LossTerm, ...]:
+    """Builds the terms that are added to the surrogate loss."""
+    terms: list[loss_terms.LossTerm] = []
+    if config.kl.beta and config.kl.where == "loss":
+        terms.append(_build_kl_penalty(config))
+    if config.loss.entropy:
+        terms.append(loss_terms.EntropyBonus(config.loss.entropy))
+    return tuple(terms)
+
+
+def _build_kl_penalty(config: ResolvedConfig) -> loss_terms.KlPenalty:
+    """Builds the KL penalty."""
     kl = config.kl
-    if not kl.beta or (kl.where == "loss") != in_loss:
-        return None
     estimator = loss_terms.ESTIMATORS[kl.active_estimator]
     return loss_terms.KlPenalty(kl.beta, estimator, kl.importance, kl.where == "reward_to_go")
 

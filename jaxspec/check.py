@@ -239,9 +239,7 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
     step, prompts = fit.step, config.batch.prompts
     mesh = dict(step.learner.mesh.shape)
     state, _, _ = abstract_arguments(step, prompts)
-    networks = [state.learner.policy.network]
-    if state.learner.draft is not None:
-        networks.append(state.learner.draft.network)
+    networks = state.learner.policy.network, state.learner.draft.network
     size = jax.numpy.dtype(config.model.dtype).itemsize
     # A sync gathers what is sharded over `data`. `expert` and `tensor` stay sharded.
     synced = 0

@@ -359,8 +359,8 @@ def load_weights(
         network = load_draft(config, shapes, say)
     else:
         restored_state, generator = restore_merged_state(run, config, step)
-        policy, draft = restored_state.learner.policy.network, restored_state.learner.draft
-        network = draft.network if draft else None
+        learner = restored_state.learner
+        policy, network = learner.policy.network, learner.draft.network
         # The run chose its draft temperatures by these measurements.
         factors = resize_overlap(
             restored_state.generator.overlap_by_factor, step.generator, generator.settings.grid

@@ -168,7 +168,7 @@ def _write_folder(
     state = read_state(run, step, options.draft != "none")
     dtype = jnp.dtype(model.dtype if options.dtype == "auto" else options.dtype)
     learner = state.learner
-    policy, network = learner.policy.network, learner.draft.network if learner.draft else None
+    policy, network = learner.policy.network, learner.draft.network
     policy_dtype = dtype
     if isinstance(policy, AdaptedDecoder):
         _write_adapter(folder, out, config, tokenizer, policy, dtype)

@@ -215,6 +215,17 @@ class NetworkState(Tree):
 
 
 @pytree
+class AbsentNetwork(Tree):
+    """State of a draft that has no weights.
+
+    It has no leaves.
+    """
+
+    network: None = None
+    """The empty tree."""
+
+
+@pytree
 class AcceptanceEstimate(Tree):
     """Acceptance of drafts by depth, as decayed sums over calls."""
 
@@ -275,7 +286,7 @@ class LearnerState(Tree):
     """State of the learner between batches."""
 
     policy: NetworkState
-    draft: NetworkState | None
+    draft: NetworkState | AbsentNetwork
     # Data rather than structure, so that a frozen and a learning draft share one program.
     online: Bool[Array, ""]
     """Whether the draft learns during the run."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from jaxspec import mesh as meshes
 from jaxspec.drafts.kinds import check_fits
@@ -19,6 +19,7 @@ from jaxspec.metrics.mean import Mean, Metrics
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
+from jaxspec.rl.advantages import AdvantageEstimator
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.loss_terms import KlPenalty
 from jaxspec.rl.train_batch import TrainBatch, empty_plan, plan_packing, response_mask
@@ -28,8 +29,6 @@ from jaxspec.transfer import transfer_arrays
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host from which a device reads by itself."""
-AdvantageFunction = Callable[..., Float[Array, "B ..."]]
-"""(rewards, rows that have one, token counts[, costs=]) -> advantages. See `rl/advantages.py`."""
 PhaseRunner = Callable[..., Any]
 """(phase, function, *arguments) -> result of the function. Runs one phase."""
 
@@ -73,7 +72,7 @@ class Step:
     """Whether the draft learns during the run."""
     draft_schedule: Schedule
     """Decides from which batches the draft learns."""
-    compute_advantages: AdvantageFunction
+    advantages: AdvantageEstimator
     kl_in_reward: KlPenalty | None = None
     """Penalty that is subtracted from the rewards. None without one."""
     mini_batches: int = 1
@@ -160,7 +159,11 @@ class Step:
         mean = jnp.sum(jnp.where(scored.valid, kl, 0)) / jnp.maximum(count, 1)
         metrics: Metrics = {"reward/kl": Mean.from_value(mean, scored.learn & (count > 0))}
         if penalty.reward_to_go:
-            return self.build_batch(scored, penalty.beta * kl_to_go), metrics
+            rewards = scored.rewards.astype(batch.sampled_logprobs.dtype)
+            advantages = self.advantages.weigh_tokens(
+                rewards, scored.valid, batch.loss_mask, penalty.beta * kl_to_go
+            )
+            return batch.replace(advantages=advantages), metrics
         rewards = scored.rewards.astype(kl.dtype) - penalty.beta * kl
         return self.build_batch(scored.replace(rewards=rewards)), metrics
 
@@ -171,23 +174,17 @@ class Step:
         )
         return self.generator.load(exported, state.generator)
 
-    def build_batch(
-        self, scored: ScoredRollout, costs: Float[Array, "B S"] | None = None
-    ) -> TrainBatch:
-        """Builds the learner's batch from responses that have a reward.
-
-        `costs` are subtracted from the reward of each token.
-        """
+    def build_batch(self, scored: ScoredRollout) -> TrainBatch:
+        """Builds the learner's batch from responses that have a reward."""
         rollout = scored.rollout
         rewards = scored.rewards.astype(rollout.logprobs.dtype)
         loss_mask = response_mask(rollout) & scored.valid[:, None]
         lengths = rollout.lengths - rollout.prompt_lengths
-        label_counts = lengths if costs is None else loss_mask.astype(lengths.dtype)
         return TrainBatch(
             tokens=rollout.tokens,
             sampled_logprobs=rollout.logprobs,
             loss_mask=loss_mask,
-            advantages=self.compute_advantages(rewards, scored.valid, label_counts, costs=costs),
+            advantages=self.advantages.weigh_rows(rewards, scored.valid, lengths),
             version=rollout.version,
             plan=scored.plan,
         )

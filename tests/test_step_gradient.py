@@ -17,8 +17,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.rl.draft_objective import DraftObjective, compute_draft_loss
 from jaxspec.rl.loss_terms import label_logprobs
 from jaxspec.rl.train_batch import response_mask, rows_to_pack
-from jaxspec.run.schedules import compile_staged_schedule
-from jaxspec.state import Rollout, ScoredRollout, TrainState
+from jaxspec.run.schedules import compile_fused_schedule, compile_staged_schedule
+from jaxspec.state import NetworkState, Rollout, ScoredRollout, TrainState
 from jaxspec.step import Step
 from tests.conftest import small_mesh
 from tests.whole_step import (
@@ -33,6 +33,7 @@ from tests.whole_step import (
     config_of,
     drive,
     host,
+    nothing_finished,
     poisoned,
     program,
     prompts_of,
@@ -56,9 +57,9 @@ def descending(step: Step) -> Step:
         step,
         learner=dataclasses.replace(
             step.learner,
-            policy_optimizer=optax.sgd(1.0),
+            # whose state counts updates
+            policy_optimizer=optax.sgd(optax.constant_schedule(1.0)),
             draft_optimizer=optax.sgd(1.0),
-            learning_rate=None,
         ),
     )
 
@@ -102,7 +103,7 @@ def gradients_without(
 
         return jax.grad(loss_of)(policy), jax.grad(draft_loss_of)(draft)
 
-    assert state.learner.draft is not None
+    assert isinstance(state.learner.draft, NetworkState)
     return host(gradients(state.learner.policy.network, state.learner.draft.network))
 
 
@@ -145,3 +146,15 @@ def test_phase_by_phase_it_does_too() -> None:
         return called.state, called.training_metrics
 
     assert_learns_from_the_others(step, learn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_schedule", [compile_fused_schedule, compile_staged_schedule])
+def test_a_batch_of_nothing_to_learn_has_no_metrics_in_any_schedule(compile_schedule: Any) -> None:
+    step = build_step(config_of(kind="none"), small_mesh(2), STOP, MODEL.vocab)
+    _, *like = abstract_arguments(step, PROMPTS)
+    prompts = prompts_of(step, 1).replace(history=np.zeros(like[1].history.shape))
+    arguments = put_like((nothing_finished(step), prompts), tuple(like))
+    result = compile_schedule(step, PROMPTS)(start(step), *arguments, lambda _: True)
+    assert {name for name in result.training_metrics if not name.startswith("time/")} == set()
+    assert result.rollout is not None

@@ -22,7 +22,7 @@ from jaxspec.preparation.policy import load_draft, report_agreement
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.feedback.acceptance import acceptance_metrics
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import Prompts, Rollout, RolloutWeights, Statistics
+from jaxspec.state import NetworkState, Prompts, Rollout, RolloutWeights, Statistics
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
@@ -161,7 +161,7 @@ def prepare_bench(
     """
     network = None
     draft = abstract_arguments(step, config.batch.prompts)[0].learner.draft
-    if draft is not None:
+    if isinstance(draft, NetworkState):
         network = load_draft(config, draft.network, say)
         if network is not None:
             report_agreement(config, step.generator, tokenizer, policy, network, say)

@@ -31,7 +31,14 @@ from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.processes.devices import count_devices
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import RUNNING, Prompts, RolloutWeights, TrainState
+from jaxspec.state import (
+    RUNNING,
+    AbsentNetwork,
+    NetworkState,
+    Prompts,
+    RolloutWeights,
+    TrainState,
+)
 from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import expand_user_path
@@ -209,7 +216,9 @@ def read_state(run: SavedRun, step: Step, with_draft: bool) -> TrainState:
     state, _, _ = abstract_arguments(step, run.config.batch.prompts)
     learner = state.learner
     # Leaves that are None here are not read: moments alone can be twice the size of the weights.
-    draft = learner.draft.replace(optimizer=None) if learner.draft and with_draft else None
+    draft = AbsentNetwork()
+    if with_draft and isinstance(learner.draft, NetworkState):
+        draft = learner.draft.replace(optimizer=None)
     policy = learner.policy.replace(optimizer=None)
     bare = state.replace(learner=learner.replace(policy=policy, draft=draft, reference=None))
     with contextlib.closing(Checkpoints(run.checkpoints, read_only=True)) as checkpoints:

@@ -30,7 +30,7 @@ from jaxspec.models.layers import (
     rms_norm,
     swiglu,
 )
-from jaxspec.models.moe import Traffic, mixture_of_experts
+from jaxspec.models.moe import AnyTraffic, NoTraffic, mixture_of_experts
 from jaxspec.models.rope import RotaryTable, rotary_table, rotate_heads
 
 
@@ -42,8 +42,8 @@ class DecoderOutput(NamedTuple):
     taps: Float[Array, "B T C"] | None
     """Residual stream at the tap boundaries, concatenated; None without taps."""
     cache: KVCache | None
-    traffic: Traffic | None
-    """Traffic to experts; None without experts or `traffic_mask`."""
+    traffic: AnyTraffic
+    """Traffic to experts; none without experts or `traffic_mask`."""
 
 
 def master_dtype(config: ModelSpec) -> jnp.dtype:
@@ -164,7 +164,7 @@ def finish_layer(
     layer: Layers,
     config: ModelSpec,
     traffic_mask: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T D"], Traffic | None]:
+) -> tuple[Float[Array, "B T D"], AnyTraffic]:
     """Runs a layer after attention: output projection and feed-forward layer.
 
     Also returns the traffic of the tokens in `traffic_mask`, if the layer has experts.
@@ -189,8 +189,8 @@ def finish_layer(
         # SiLU with the division last: XLA would repeat a multiplication for each block of a
         # `BlockedParam`, but not a division. This form is for generation only, as its gradient is
         # NaN if the exponential is infinite.
-        return x + apply_weight(gate * up / (1 + jnp.exp(-gate)), layer.down), None
-    return x + swiglu(normed, layer.gate, layer.up, layer.down), None
+        return x + apply_weight(gate * up / (1 + jnp.exp(-gate)), layer.down), NoTraffic()
+    return x + swiglu(normed, layer.gate, layer.up, layer.down), NoTraffic()
 
 
 def _keep_weights(layer: Layers) -> Layers:
@@ -249,7 +249,7 @@ class Decoder(nnx.Module):
 
         def run_layer(
             x: Float[Array, "B T D"], cache: KVCache | None, weights: Layers, index: LayerIndex
-        ) -> tuple[Any, Any, Traffic | None]:
+        ) -> tuple[Any, Any, AnyTraffic]:
             # Inside the loop, so that a learner holds only one gathered layer at a time.
             weights = prepare_layer(weights)
             normed = rms_norm(x, weights.attention_norm[...], config.norm_eps)
@@ -267,7 +267,7 @@ class Decoder(nnx.Module):
         else:
             # With `jit` the layer is traced once for all layers.
             run_compiled = jax.jit(run_layer, static_argnums=3)
-            streams, new_caches, traffic = {}, [], None
+            streams, new_caches, traffic = {}, [], NoTraffic()
             caches = [None] * config.layers if cache is None else split_layers(cache)
             for index, (weights, layer_cache) in enumerate(zip(self.layers, caches, strict=True)):
                 streams[index] = x
@@ -358,7 +358,7 @@ def _run_stack(
     cache: KVCache | None,
     taps: tuple[int, ...],
     config: ModelSpec,
-) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]], Traffic | None]:
+) -> tuple[Float[Array, "B T D"], KVCache | None, dict[int, Float[Array, "B T D"]], AnyTraffic]:
     """Scans stacked layers.
 
     Also returns the residual stream at each of the `taps`, and the traffic of the layers.

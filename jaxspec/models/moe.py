@@ -47,6 +47,18 @@ class Traffic(NamedTuple):
         }
 
 
+class NoTraffic(NamedTuple):
+    """Traffic of a network without experts, or that is not measured."""
+
+    def to_metrics(self, count: Float[Array, ""]) -> dict[str, Float[Array, ""]]:
+        """Returns no metrics."""
+        del count
+        return {}
+
+
+AnyTraffic = Traffic | NoTraffic
+
+
 def mixture_of_experts(
     x: Float[Array, "B T D"],
     router: Float[Array, "D all"],
@@ -55,7 +67,7 @@ def mixture_of_experts(
     normalize: bool,
     layer: Int[Array, ""] | None = None,
     traffic_mask: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T D"], Traffic | None]:
+) -> tuple[Float[Array, "B T D"], AnyTraffic]:
     """Computes the weighted sum of each token's likeliest experts.
 
     The router and its softmax are in at least float32 (Qwen3, arXiv 2505.09388). No token is
@@ -78,7 +90,7 @@ def mixture_of_experts(
     scores = wide_product(tokens[None], router)[0]
     weights, expert_ids = lax.top_k(jax.nn.softmax(scores, axis=-1), experts_per_token)
     traffic = (
-        None
+        NoTraffic()
         if traffic_mask is None
         else _measure_traffic(scores, expert_ids, traffic_mask.reshape(-1))
     )

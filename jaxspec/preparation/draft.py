@@ -40,7 +40,7 @@ from jaxspec.preparation.policy import (
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner
 from jaxspec.sampling import Processing
-from jaxspec.state import PyTree
+from jaxspec.state import NetworkState, PyTree
 from jaxspec.step import Step
 from jaxspec.storage.cache import (
     cache_folder,
@@ -89,7 +89,7 @@ def build_draft(
     if jax.process_index() == 0:
         _make_partial_folder(partial_folder)
     abstract_draft = abstract_arguments(step, config.batch.prompts)[0].learner.draft
-    assert abstract_draft is not None, "build is only called for a draft with weights"
+    assert isinstance(abstract_draft, NetworkState), "build is only called for a draft with weights"
     # The draft is read first: it is small, and its errors should not wait for the policy.
     loaded_draft = load_draft(config, abstract_draft.network, say)
     policy = load_policy(config, step, tokenizer, interrupt, say)

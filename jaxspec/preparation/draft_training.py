@@ -28,7 +28,7 @@ from jaxspec.rl import optimizers
 from jaxspec.rl.draft_objective import DraftObjective
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.objective import FrozenPolicy
-from jaxspec.rl.train_batch import PolicyStates, TrainBatch, build_text_batch
+from jaxspec.rl.train_batch import NO_STATES, NoStates, PolicyStates, TrainBatch, build_text_batch
 from jaxspec.state import LearnerState, NetworkState, PyTree
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree, save_tree
@@ -43,8 +43,8 @@ class DraftTexts(NamedTuple):
     """Texts to train a draft on."""
 
     rows: TextRows
-    states: PolicyStates | None = None
-    """States of the policy at the rows. None: the policy runs in every update."""
+    states: PolicyStates | NoStates = NO_STATES
+    """States of the policy at the rows, if they are stored."""
 
 
 def collect_responses(
@@ -177,7 +177,7 @@ def _make_update(
             recompute=jnp.ones((), bool),
         )
         state, metrics = learner.learn(state, batch)
-        assert state.draft is not None, "it was given"
+        assert isinstance(state.draft, NetworkState), "it was given"
         return state.draft, metrics
 
     return update

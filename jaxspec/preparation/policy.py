@@ -134,6 +134,7 @@ def _make_sft_learner(config: ResolvedConfig, learner: Learner) -> Learner:
     sft, length = config.sft, config.row_length
     shard_rows = sft.rows // meshes.row_shard_count(learner.mesh)
     token_count = meshes.round_to_tiles(learner.mesh, shard_rows * (length - 1))
+    rate = optimizers.cosine_schedule(sft.learning_rate, sft.steps)
     return learner.for_supervised_texts(
         PolicyObjective(negative_log_likelihood),
         micro_tokens=max(length - 1, min(token_count, learner.micro_tokens)),
@@ -141,11 +142,8 @@ def _make_sft_learner(config: ResolvedConfig, learner: Learner) -> Learner:
         processing=Processing(),
         draft_objective=UntrainedDraft(),
         taps=(),
-        policy_optimizer=optimizers.adamw(
-            optimizers.cosine_schedule(sft.learning_rate, sft.steps),
-            grad_clip=1.0,
-            weight_decay=0.01,
-        ),
+        policy_optimizer=optimizers.adamw(rate, grad_clip=1.0, weight_decay=0.01),
+        learning_rate=rate,
     )
 
 

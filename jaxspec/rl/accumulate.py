@@ -23,11 +23,11 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.rl import optimizers
 from jaxspec.rl.batch_sums import BatchCounts, BatchSums
-from jaxspec.rl.draft_objective import DraftObjective
 from jaxspec.rl.fsdp import NetworkPair, WeightShards
 from jaxspec.rl.loss_terms import LogprobGap
 from jaxspec.rl.objective import MicroBatchObjective
 from jaxspec.rl.train_batch import (
+    PlacedBatch,
     PolicyStates,
     TrainBatch,
     filler_token,
@@ -52,18 +52,19 @@ class Passes:
     train_layout: Callable[[PyTree], PyTree]
     """Returns the shardings of networks."""
 
-    def place_rows(self, batch: TrainBatch) -> TrainBatch:
+    def place_rows(self, batch: TrainBatch) -> PlacedBatch:
         """Moves every row to its place in the plan."""
         specs = _batch_specs(batch)
         move_rows = partial(move_rows_to_plan, shard_count=row_shard_count(self.mesh))
-        return shard_map_rows(self.mesh, move_rows, (specs,), specs)(batch)
+        placed_rows = shard_map_rows(self.mesh, move_rows, (specs,), specs)(batch)
+        return PlacedBatch.from_placed_rows(placed_rows)
 
     def compute_gradients(
         self,
         policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         online: Bool[Array, ""],
-        batch: TrainBatch,
+        batch: PlacedBatch,
         mini_batch: Int[Array, ""],
     ) -> tuple[PyTree, BatchSums, BatchCounts]:
         """Computes gradients of a mini-batch.
@@ -74,7 +75,7 @@ class Passes:
         return self._run_pass(policy, draft, online, batch, mini_batch, learning=True)
 
     def compute_sums(
-        self, policy: Decoder | AdaptedDecoder, draft: PyTree, batch: TrainBatch
+        self, policy: Decoder | AdaptedDecoder, draft: PyTree, batch: PlacedBatch
     ) -> tuple[BatchSums, BatchCounts]:
         """Computes sums and counts by forward passes.
 
@@ -89,8 +90,8 @@ class Passes:
         self,
         policy: Decoder | AdaptedDecoder,
         first_mini_batch: Int[Array, ""] | int,
-        batch: TrainBatch,
-    ) -> tuple[Float[Array, "B S"], TrainBatch]:
+        batch: PlacedBatch,
+    ) -> tuple[Float[Array, "B S"], PlacedBatch]:
         """Computes logprobs of the labels under a policy.
 
         Starts at mini-batch `first_mini_batch`. Each is stored at its token's position, zeros
@@ -105,8 +106,8 @@ class Passes:
         )(policy, jnp.asarray(first_mini_batch, jnp.int32), batch)
 
     def compare_logprobs(
-        self, logprobs: Float[Array, "B S"], first_mini_batch: int, batch: TrainBatch
-    ) -> tuple[LogprobGap, TrainBatch]:
+        self, logprobs: Float[Array, "B S"], first_mini_batch: int, batch: PlacedBatch
+    ) -> tuple[LogprobGap, PlacedBatch]:
         """Compares `logprobs` with the recorded ones.
 
         Starts at mini-batch `first_mini_batch`. Rows of older versions are left out. Also returns
@@ -114,12 +115,12 @@ class Passes:
         """
 
         def compare_on_shard(
-            logprobs: Float[Array, "b S"], batch: TrainBatch
-        ) -> tuple[LogprobGap, TrainBatch]:
+            logprobs: Float[Array, "b S"], batch: PlacedBatch
+        ) -> tuple[LogprobGap, PlacedBatch]:
             is_read = jnp.any(batch.plan.micro_batch[first_mini_batch:] >= 0, axis=0)
-            is_current = is_read if batch.is_current is None else is_read & batch.is_current
+            is_compared = (is_read & batch.is_current)[:, None]
             # Nothing predicts a row's first token.
-            loss_mask = batch.loss_mask.at[:, 0].set(False) & is_current[:, None]
+            loss_mask = batch.loss_mask.at[:, 0].set(False) & is_compared
             recorded_logprobs = batch.sampled_logprobs.astype(logprobs.dtype)
             gap = LogprobGap.from_logprobs(logprobs, recorded_logprobs, loss_mask)
             max_absolute = lax.pmax(gap.max_absolute, ROWS)
@@ -137,7 +138,7 @@ class Passes:
         )
         return compare(logprobs, batch)
 
-    def restore_row_order(self, placed_values: PyTree, batch: TrainBatch) -> PyTree:
+    def restore_row_order(self, placed_values: PyTree, batch: PlacedBatch) -> PyTree:
         """Moves arrays [B ...] back to row order."""
 
         def restore_on_shard(values: PyTree, order: Int[Array, " b"]) -> PyTree:
@@ -160,12 +161,12 @@ class Passes:
 
         They are in row order, one per token. The batch's rows are not placed yet.
         """
-        batch = self.place_rows(batch)
+        placed_batch = self.place_rows(batch)
         shards, specs = self._shard_weights((policy, None))
         run_on_shard = partial(self._states_on_shard, shards=shards)
-        compute = shard_map_rows(self.mesh, run_on_shard, (specs[0], _batch_specs(batch)), P(ROWS))
-        states = compute(policy, batch)
-        return self.restore_row_order(states, batch)
+        batch_specs = _batch_specs(placed_batch)
+        compute = shard_map_rows(self.mesh, run_on_shard, (specs[0], batch_specs), P(ROWS))
+        return self.restore_row_order(compute(policy, placed_batch), placed_batch)
 
     # ---- shared by all passes
 
@@ -192,7 +193,7 @@ class Passes:
         policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         online: Bool[Array, ""],
-        batch: TrainBatch,
+        batch: PlacedBatch,
         mini_batch: Int[Array, ""],
         learning: bool,
     ) -> tuple[PyTree, BatchSums, BatchCounts]:
@@ -204,19 +205,23 @@ class Passes:
         return mapped(policy, draft, online, batch, mini_batch)
 
     def _select_trained(self, networks: NetworkPair) -> NetworkPair:
-        """Selects trained weights. None for untrained networks."""
-        policy, draft = map(optimizers.trainable_parameters, networks)
-        return (
-            policy if self.objective.policy.is_trained else None,
-            draft if isinstance(self.objective.draft, DraftObjective) else None,
+        """Selects trained weights. Untrained networks have none."""
+        policy, draft = (
+            optimizers.trainable_parameters(network)
+            if objective.is_trained
+            else optimizers.no_parameters(network)
+            for objective, network in zip(
+                (self.objective.policy, self.objective.draft), networks, strict=True
+            )
         )
+        return policy, draft
 
     def _run_on_shard(
         self,
         policy: Decoder | AdaptedDecoder,
         draft: PyTree,
         online: Bool[Array, ""],
-        batch: TrainBatch,
+        batch: PlacedBatch,
         mini_batch: Int[Array, ""],
         shards: WeightShards,
         learning: bool,
@@ -287,9 +292,9 @@ class Passes:
         self,
         policy: Decoder | AdaptedDecoder,
         first_mini_batch: Int[Array, ""],
-        batch: TrainBatch,
+        batch: PlacedBatch,
         shards: WeightShards,
-    ) -> tuple[Float[Array, "B S"], TrainBatch]:
+    ) -> tuple[Float[Array, "B S"], PlacedBatch]:
         filler, (row_count, row_length) = filler_token(batch), batch.tokens.shape
         policy, _ = self._delay_gathering((policy, None), shards, filler)
 
@@ -326,7 +331,7 @@ class Passes:
     # ---- states
 
     def _states_on_shard(
-        self, policy: Decoder | AdaptedDecoder, batch: TrainBatch, shards: WeightShards
+        self, policy: Decoder | AdaptedDecoder, batch: PlacedBatch, shards: WeightShards
     ) -> PolicyStates:
         filler, (row_count, row_length) = filler_token(batch), batch.tokens.shape
         policy, _ = self._delay_gathering((policy, None), shards, filler)
@@ -360,7 +365,7 @@ class Passes:
         )
 
 
-def order_batch_after(batch: TrainBatch, *results: Num[Array, ""]) -> TrainBatch:
+def order_batch_after(batch: PlacedBatch, *results: Num[Array, ""]) -> PlacedBatch:
     """Orders later reads of a batch after `results`."""
     signals = [signal_ready(result) for result in results]
     return batch.replace(
@@ -382,10 +387,5 @@ def _batch_specs(batch: TrainBatch) -> Any:
 
 def _fill_weights(networks: NetworkPair, weights: NetworkPair) -> NetworkPair:
     """Replaces the trained weights of networks."""
-    policy, draft = (
-        network
-        if trained_weights is None
-        else optimizers.replace_parameters(network, trained_weights)
-        for network, trained_weights in zip(networks, weights, strict=True)
-    )
+    policy, draft = map(optimizers.replace_parameters, networks, weights)
     return policy, draft

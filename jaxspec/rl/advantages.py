@@ -5,6 +5,7 @@ without a reward affect no other row and get 0.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,39 +30,54 @@ Scale = Callable[[Centered, Rewards, Valid, TokenCounts], Centered]
 """(centered rewards, rewards, valid, token counts) -> scaled values."""
 
 
-def compute_advantages(
-    rewards: Float[Array, " B"],
-    valid: Bool[Array, " B"],
-    token_counts: Int[Array, "B ..."],
-    group_size: int,
-    baseline: Baseline,
-    scale: Scale,
-    costs: Float[Array, "B ..."] | None = None,
-) -> Float[Array, "B ..."]:
-    """Computes advantages of rows, or of tokens with `costs`.
+class AdvantageEstimator(NamedTuple):
+    """Estimator of advantages: a baseline and a scale.
 
-    Args:
-      rewards: Reward of each row. Rows of a group are adjacent.
-      valid: Mask of rows that have a reward.
-      token_counts: Tokens of each response. With `costs`, 1 at each response token and 0 elsewhere.
-      group_size: Rows per group.
-      baseline: Subtracts a baseline from the rewards.
-      scale: Scales the differences.
-      costs: Cost of each token, subtracted after the baseline.
+    Rows of a group are adjacent. `valid` masks the rows that have a reward.
     """
 
-    def group_rows(values: Array) -> Array:
-        return values.reshape(-1, group_size, *values.shape[1:])
+    group_size: int
+    """Rows per group."""
+    baseline: Baseline
+    scale: Scale
 
-    rewards, valid, token_counts = group_rows(rewards), group_rows(valid), group_rows(token_counts)
-    # Invalid rewards may be NaN, so they are replaced before arithmetic and masked after it.
-    centered, has_advantage = jnp.where(valid, baseline(rewards, valid), 0), valid
-    if costs is not None:
+    def weigh_rows(
+        self,
+        rewards: Float[Array, " B"],
+        valid: Bool[Array, " B"],
+        token_counts: Int[Array, " B"],
+    ) -> Float[Array, " B"]:
+        """Computes the advantage of each row. `token_counts` has the tokens of its response."""
+        rewards, valid, token_counts = self._group_rows(rewards, valid, token_counts)
+        centered = self._subtract_baseline(rewards, valid)
+        scaled = jnp.where(valid, self.scale(centered, rewards, valid, token_counts), 0)
+        return scaled.reshape(-1)
+
+    def weigh_tokens(
+        self,
+        rewards: Float[Array, " B"],
+        valid: Bool[Array, " B"],
+        response_mask: Bool[Array, "B S"],
+        costs: Float[Array, "B S"],
+    ) -> Float[Array, "B S"]:
+        """Computes the advantage of each response token. `costs` are subtracted from its reward."""
+        rewards, valid, response_mask, costs = self._group_rows(
+            rewards, valid, response_mask, costs
+        )
         # A cost is a token's own. Subtracted before the baseline, it would enter the group's mean.
-        has_advantage = valid[..., None] & (token_counts > 0)
-        centered = jnp.where(has_advantage, centered[..., None] - group_rows(costs), 0)
-    scaled = jnp.where(has_advantage, scale(centered, rewards, valid, token_counts), 0)
-    return scaled.reshape(-1, *scaled.shape[2:])
+        has_advantage = valid[..., None] & response_mask
+        centered = self._subtract_baseline(rewards, valid)[..., None] - costs
+        centered = jnp.where(has_advantage, centered, 0)
+        token_counts = response_mask.astype(jnp.int32)
+        scaled = jnp.where(has_advantage, self.scale(centered, rewards, valid, token_counts), 0)
+        return scaled.reshape(-1, scaled.shape[-1])
+
+    def _group_rows(self, *values: Array) -> list[Array]:
+        return [array.reshape(-1, self.group_size, *array.shape[1:]) for array in values]
+
+    def _subtract_baseline(self, rewards: Rewards, valid: Valid) -> Float[Array, "n G"]:
+        # Invalid rewards may be NaN, so they are replaced before arithmetic and masked after it.
+        return jnp.where(valid, self.baseline(rewards, valid), 0)
 
 
 def _append_axes(values: Array, reference: Array) -> Array:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.mesh import ROWS
-from jaxspec.models.moe import Traffic
+from jaxspec.models.moe import AnyTraffic
 from jaxspec.rl.draft_objective import DraftComparison
 from jaxspec.rl.loss_terms import LogprobGap
 
@@ -24,7 +24,7 @@ class BatchSums(NamedTuple):
     """Metrics of the policy loss."""
     maxima: dict[str, Float[Array, ""]]
     """Maxima in place of sums: of `NAME/max`, and of the negative of `NAME/min`."""
-    traffic: Traffic | None
+    traffic: AnyTraffic
     """Expert traffic of a policy that has experts and is trained."""
     draft: DraftComparison
 
@@ -49,7 +49,7 @@ class BatchSums(NamedTuple):
                 name: -value if name.endswith("/min") else value
                 for name, value in self.maxima.items()
             },
-            **({} if self.traffic is None else self.traffic.to_metrics(counts.labels)),
+            **self.traffic.to_metrics(counts.labels),
         }
 
 

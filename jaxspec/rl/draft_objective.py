@@ -5,7 +5,7 @@ It trains on the policy's detached hidden states.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +100,12 @@ The renormalized target carries no information there.
 """
 
 
+def detach_policy(target: Decoder, outputs: PyTree) -> Any:
+    """Detaches the policy and its outputs, which the draft's loss reads but must not change."""
+    # Callers detach outside of every `cond`, which would hold zeros in place of the gradients.
+    return jax.lax.stop_gradient((target, outputs))
+
+
 class DraftComparison(NamedTuple):
     """Comparison of draft and target, by depth.
 
@@ -117,7 +123,8 @@ class DraftComparison(NamedTuple):
 class DraftObjective(NamedTuple):
     """Training objective of a draft.
 
-    It is static in a compiled program.
+    It is static in a compiled program. The policy's network, states and logits come detached, since
+    the draft's loss must not change the policy.
     """
 
     loss: DraftLossFunction
@@ -131,18 +138,20 @@ class DraftObjective(NamedTuple):
     # target would be a single token, which carries too little to learn from.
     unroll: Unroll
     """Functions that run this kind of draft over texts."""
+    is_trained = True
 
     @property
     def depth_count(self) -> int:
         """Number of depths that are trained."""
         return self.unroll.depth_count(self.steps)
 
-    def depth_weights(self, depth_count: int) -> list[float]:
-        """Returns the weight of each depth's mean.
+    @property
+    def depth_weights(self) -> list[float]:
+        """Weight of each depth's mean.
 
         They sum to 1.
         """
-        weights = [self.decay**depth for depth in range(depth_count)]
+        weights = [self.decay**depth for depth in range(self.depth_count)]
         return [weight / sum(weights) for weight in weights]
 
     def label_mask(
@@ -165,8 +174,6 @@ class DraftObjective(NamedTuple):
 
         Source: EAGLE-3, arXiv 2503.01840 (training-time test).
         """
-        # The draft's loss must not change the policy through its hidden states.
-        target, forward = jax.lax.stop_gradient((target, forward))
         return self.unroll.hidden_states(network, target, forward, pack, self.depth_count)
 
     def compare(
@@ -182,14 +189,15 @@ class DraftObjective(NamedTuple):
         """
         temperature = self.temperature or 1.0
         vocab_ids = self.unroll.vocabulary(network)
-        full_logprobs = jax.nn.log_softmax(jax.lax.stop_gradient(logits) / temperature, axis=-1)
-        target_logprobs = (
-            full_logprobs if vocab_ids is None else jnp.take(full_logprobs, vocab_ids, axis=-1)
-        )
+        full_logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
+        if vocab_ids is None:
+            target_logprobs, skips_uncovered = full_logprobs, False
+        else:
+            target_logprobs = jnp.take(full_logprobs, vocab_ids, axis=-1)
+            skips_uncovered = self.loss in COVERED_ONLY_LOSSES
         # The target's most likely token is covered if it keeps the maximum in the draft's
         # vocabulary.
         is_covered = jnp.max(target_logprobs, axis=-1) == jnp.max(full_logprobs, axis=-1)
-        skips_uncovered = vocab_ids is not None and self.loss in COVERED_ONLY_LOSSES
         comparisons = []
         for depth in range(hidden.shape[2]):
             draft_logits = self.unroll.logits(network, target, hidden[:, :, depth])
@@ -211,7 +219,7 @@ class DraftObjective(NamedTuple):
         self, loss_sums: Float[Array, " A"], label_counts: Float[Array, " A"]
     ) -> Float[Array, ""]:
         """Computes the loss: the weighted sum of the depths' means."""
-        weights = jnp.asarray(self.depth_weights(len(loss_sums)), loss_sums.dtype)
+        weights = jnp.asarray(self.depth_weights, loss_sums.dtype)
         return jnp.sum(weights * loss_sums / jnp.maximum(label_counts, 1))
 
 
@@ -219,6 +227,7 @@ class DraftObjective(NamedTuple):
 class UntrainedDraft:
     """Objective of a draft that has nothing to learn: no depths."""
 
+    is_trained: ClassVar[bool] = False
     depth_count: ClassVar[int] = 0
 
     def label_mask(
@@ -244,6 +253,7 @@ def compute_draft_loss(
 
     The learner has many packs, and sums the results of `DraftObjective.compare` instead.
     """
+    target, forward = detach_policy(target, forward)
     depth_count = objective.depth_count
     hidden = objective.unroll_depths(network, target, forward, pack)
 

@@ -29,20 +29,19 @@ from jaxspec.rl.batch_sums import BatchCounts, BatchSums
 from jaxspec.rl.draft_objective import DraftComparison, DraftObjective, UntrainedDraft
 from jaxspec.rl.loss_terms import KlPenalty, LogprobGap, zero_gap
 from jaxspec.rl.objective import FrozenPolicy, MicroBatchObjective, PolicyObjective
-from jaxspec.rl.train_batch import TrainBatch, read_lengths
+from jaxspec.rl.train_batch import PlacedBatch, TrainBatch, read_lengths
 from jaxspec.sampling import Processing
-from jaxspec.state import ExportedWeights, LearnerState, NetworkState, PyTree
+from jaxspec.state import AbsentNetwork, ExportedWeights, LearnerState, NetworkState, PyTree
 from jaxspec.transfer import export_weights
-
-GAP_METRICS = tuple(f"gap/{name}" for name in LogprobGap._fields)
-"""Names of the sums from which gap metrics are computed."""
 
 
 class UpdateState(NamedTuple):
     """State after some of the updates on a batch."""
 
     policy: NetworkState
-    draft: NetworkState | None
+    draft: NetworkState | AbsentNetwork
+    gap: LogprobGap
+    """Gap before the first update, of the mini-batches compared so far."""
     updates: Int[Array, ""]
     """Update counter that depends on every output of the previous update."""
     # Collectives that depend on it therefore run after the previous update.
@@ -64,6 +63,8 @@ class Learner:
     taps: tuple[int, ...]
     policy_optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    """Learning rate of the policy by its update count."""
     epochs: int = 1
     """Number of passes over a batch, with one update per mini-batch."""
     keeps_reference: bool = False
@@ -72,8 +73,6 @@ class Learner:
     """Whether the policy's loss uses reference logprobs."""
     recompute: bool = False
     """Whether old logprobs are recomputed from the start."""
-    learning_rate: optax.Schedule | None = None
-    """Learning rate of the policy by its update count. None if it is not reported."""
     max_probability_factor: float = math.inf
     """Mean factor between recorded and own probabilities above which logprobs are recomputed."""
     seed: int = 0
@@ -105,7 +104,6 @@ class Learner:
             "keeps_reference": False,
             "reads_reference": False,
             "recompute": True,
-            "learning_rate": None,
         }
         return dataclasses.replace(self, policy_objective=policy_objective, **(defaults | changes))
 
@@ -128,10 +126,13 @@ class Learner:
     ) -> LearnerState:
         """Returns the initial state. `online` trains the draft."""
         copies = self.keeps_reference and not isinstance(policy, AdaptedDecoder)
+        has_draft = draft is not None
         return LearnerState(
             policy=optimizers.init_state(policy, self.policy_optimizer),
-            draft=None if draft is None else optimizers.init_state(draft, self.draft_optimizer),
-            online=jnp.asarray(online and draft is not None),
+            draft=(
+                optimizers.init_state(draft, self.draft_optimizer) if has_draft else AbsentNetwork()
+            ),
+            online=jnp.asarray(online and has_draft),
             version=jnp.zeros((), jnp.int32),
             recompute=jnp.asarray(self.recompute),
             # A copy, because the policy's own buffer is donated.
@@ -144,29 +145,30 @@ class Learner:
         """Updates policy and draft, once per mini-batch and epoch.
 
         A non-finite loss or gradient skips the update and counts it, as does a batch without
-        labels. A mini-batch without labels is skipped silently. If not `enabled`, nothing changes,
-        means have no value, and counts are 0. Means are over the updates. Those of the logprob gap
-        cover the full batch before its first update.
+        labels. A mini-batch without labels is skipped silently. If not `enabled`, nothing changes
+        and no metric has a value. Metrics are means over the updates, but for counts. Those of the
+        logprob gap cover the full batch before its first update.
         """
         # Disabled by reading no micro-batch: a `cond` would hold the state twice.
         enabled = jnp.asarray(enabled)
-        batch, gap = self._place_rows(batch, enabled), None
+        placed_batch, gap = self._place_rows(batch, enabled), zero_gap(self.accum_dtype)
         if self.policy_objective.is_trained:
-            batch, gap = self._add_logprobs(state, batch)
-        mini_batches = len(batch.plan.micro_batch_count)
+            placed_batch, gap = self._add_logprobs(state, placed_batch)
+        mini_batches = len(placed_batch.plan.micro_batch_count)
         update_count = mini_batches * self.epochs
 
         @partial(jax.jit, inline=True)  # traced once, for both `eval_shape` and the loop
         def update(
             index: Int[Array, ""], progress: UpdateState
         ) -> tuple[UpdateState, dict[str, Mean]]:
-            current = state.replace(policy=progress.policy, draft=progress.draft)
-            ordered = (
-                order_batch_after(batch, progress.updates)
+            ordered_batch = (
+                order_batch_after(placed_batch, progress.updates)
                 if self.objective.needs_order and update_count > 1
-                else batch
+                else placed_batch
             )
-            return self._update(current, ordered, index % mini_batches, enabled, progress.updates)
+            return self._update(
+                progress, state.online, ordered_batch, index % mini_batches, enabled
+            )
 
         def accumulate_update(
             index: Int[Array, ""] | int, carry: tuple[UpdateState, dict[str, Mean]]
@@ -176,7 +178,7 @@ class Learner:
                 name: mean.merge_with(metrics[name]) for name, mean in carry[1].items()
             }
 
-        progress = UpdateState(state.policy, state.draft, jnp.int32(0))
+        progress = UpdateState(state.policy, state.draft, gap, jnp.int32(0))
         _, shapes = jax.eval_shape(update, jnp.int32(0), progress)
         means = jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), shapes)
         # XLA cannot offload the optimizer state inside a loop.
@@ -185,38 +187,33 @@ class Learner:
                 progress, means = accumulate_update(index, (progress, means))
         else:
             progress, means = lax.fori_loop(0, update_count, accumulate_update, (progress, means))
-        if gap is not None:
-            first_gap = LogprobGap(*(means.pop(name).total for name in GAP_METRICS))
-            means |= first_gap.merge_with(gap).metrics
-        means |= self._rate_metrics(state)
+        if self.policy_objective.is_trained:
+            means |= progress.gap.metrics | self._rate_metrics(state)
+        means |= self._count_metrics(state, placed_batch, progress)
         means = {name: mean.keep_if(enabled) for name, mean in means.items()}
-        counts = self._count_metrics(state, batch, progress)
-        metrics = means | {name: jnp.where(enabled, count, 0) for name, count in counts.items()}
         version = state.version + enabled.astype(jnp.int32)
         # Work that uses the new version must run after all sums in these metrics.
         if self.objective.needs_order:
-            version = order_after(
-                version, [signal_ready(leaf) for leaf in jax.tree.leaves(metrics)]
-            )
+            version = order_after(version, [signal_ready(leaf) for leaf in jax.tree.leaves(means)])
         recompute = state.recompute
         if self.policy_objective.is_trained:
             factor = means["rollout/probability_factor"].value
             recompute |= factor > self.max_probability_factor
         return state.replace(
             policy=progress.policy, draft=progress.draft, version=version, recompute=recompute
-        ), metrics
+        ), dict(means)
 
     @jax.named_scope("export")
     def export(self, state: LearnerState) -> ExportedWeights:
         """Returns policy and draft as the generator loads them."""
-        policy, draft = state.policy.network, state.draft.network if state.draft else None
+        policy = state.policy.network
         # Weights that no update changes must also move between devices after the update.
         if needs_ordering(self.mesh):
             ordered_policy = jax.tree.map(
                 lambda leaf: order_after(leaf, [signal_ready(state.version)]), policy
             )
             policy = jax.lax.with_sharding_constraint(ordered_policy, self.train_layout(policy))
-        return export_weights(policy, draft, self.dtype, state.version, self.seed)
+        return export_weights(policy, state.draft.network, self.dtype, state.version, self.seed)
 
     def evaluate_policy(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> BatchSums:
         """Evaluates the policy's loss and gap on a batch."""
@@ -242,20 +239,23 @@ class Learner:
         With `penalty.reward_to_go`, each token has the sum from that token on. The first of these
         is the sum over the whole response.
         """
-        batch = self._place_rows(batch, enabled)
-        reference_logprobs, _ = self.passes.compute_logprobs(_reference_policy(state), 0, batch)
+        placed_batch = self._place_rows(batch, enabled)
+        reference_logprobs, _ = self.passes.compute_logprobs(
+            _reference_policy(state), 0, placed_batch
+        )
         # Only rows in the plan were read. All others have no logprobs to compare.
-        loss_mask = batch.loss_mask & jnp.any(batch.plan.micro_batch >= 0, axis=0)[:, None]
-        sampled_logprobs = batch.sampled_logprobs.astype(reference_logprobs.dtype)
+        is_read = jnp.any(placed_batch.plan.micro_batch >= 0, axis=0)
+        loss_mask = placed_batch.loss_mask & is_read[:, None]
+        sampled_logprobs = placed_batch.sampled_logprobs.astype(reference_logprobs.dtype)
         token_kl = penalty.estimate_kl(sampled_logprobs, reference_logprobs, loss_mask)
         kl_sums = (
             lax.cumsum(token_kl, axis=1, reverse=True)
             if penalty.reward_to_go
             else jnp.sum(token_kl, axis=1, keepdims=True)
         )
-        return self.passes.restore_row_order(kl_sums, batch)
+        return self.passes.restore_row_order(kl_sums, placed_batch)
 
-    def _place_rows(self, batch: TrainBatch, enabled: Bool[Array, ""]) -> TrainBatch:
+    def _place_rows(self, batch: TrainBatch, enabled: Bool[Array, ""]) -> PlacedBatch:
         """Moves rows to their places. If not `enabled`, leaves no micro-batch to read."""
         micro_batch_count = jnp.where(enabled, batch.plan.micro_batch_count, 0)
         return self.passes.place_rows(
@@ -263,8 +263,8 @@ class Learner:
         )
 
     def _add_logprobs(
-        self, state: LearnerState, batch: TrainBatch
-    ) -> tuple[TrainBatch, LogprobGap]:
+        self, state: LearnerState, batch: PlacedBatch
+    ) -> tuple[PlacedBatch, LogprobGap]:
         """Adds old and reference logprobs to the batch.
 
         Also returns the gap of all mini-batches but the first.
@@ -275,37 +275,39 @@ class Learner:
             reference_logprobs, batch = passes.compute_logprobs(_reference_policy(state), 0, batch)
             batch = batch.replace(reference_logprobs=reference_logprobs)
         recorded, recompute = batch.sampled_logprobs, state.recompute
-        is_current = batch.version == state.version
-        batch = batch.replace(is_current=is_current)
+        batch = batch.replace(is_current=batch.version == state.version)
         # With a single update, the learning pass itself computes the old logprobs of rows sampled
         # by the current weights, so no extra pass is needed.
         if len(batch.plan.micro_batch_count) * self.epochs == 1:
-            batch = batch.replace(old_logprobs=recorded, is_on_policy=recompute | is_current)
+            is_on_policy = recompute | batch.is_current
+            batch = batch.replace(old_logprobs=recorded, is_on_policy=is_on_policy)
             return batch, zero_gap(self.accum_dtype)
         logprobs, batch = passes.compute_logprobs(
             state.policy.network, jnp.where(recompute, 0, 1), batch
         )
         gap, batch = passes.compare_logprobs(logprobs, 1, batch)
         old = jnp.where(recompute, logprobs, recorded.astype(logprobs.dtype))
-        return batch.replace(old_logprobs=old), gap
+        is_on_policy = jnp.zeros_like(batch.is_on_policy)
+        return batch.replace(old_logprobs=old, is_on_policy=is_on_policy), gap
 
     def _update(
         self,
-        state: LearnerState,
-        batch: TrainBatch,
+        progress: UpdateState,
+        online: Bool[Array, ""],
+        batch: PlacedBatch,
         mini_batch: Int[Array, ""],
         enabled: Bool[Array, ""],
-        updates: Int[Array, ""],
     ) -> tuple[UpdateState, dict[str, Mean]]:
         """Makes one update on a mini-batch."""
         # An empty mini-batch is skipped, unless the batch is empty, which counts as a skip.
-        policy, draft = state.policy, state.draft
+        policy, draft, gap, updates = progress
         micro_batch_count = batch.plan.micro_batch_count
         enabled &= (micro_batch_count[mini_batch] > 0) | (jnp.sum(micro_batch_count) == 0)
-        draft_network = None if draft is None else draft.network
         gradients, sums, counts = self.passes.compute_gradients(
-            policy.network, draft_network, state.online, batch, mini_batch
+            policy.network, draft.network, online, batch, mini_batch
         )
+        first_gap = jax.tree.map(lambda total: jnp.where(updates == 0, total, 0), sums.gap)
+        gap = gap.merge_with(first_gap)
         metrics: dict[str, Mean] = {}
         if self.policy_objective.is_trained:
             # An update without labels is skipped, as one whose loss is NaN.
@@ -319,38 +321,37 @@ class Learner:
                 "learner/packing": self._packed_share(batch, mini_batch, counts),
             }
             metrics |= as_means(values | sums.to_metrics(counts), counts.labels > 0)
-            metrics |= as_means(dict(zip(GAP_METRICS, sums.gap, strict=True)), updates == 0)
-        if draft is not None and isinstance(self.draft_objective, DraftObjective):
-            online = state.online & enabled
+        if isinstance(self.draft_objective, DraftObjective) and isinstance(draft, NetworkState):
             loss = self.draft_objective.weigh_depths(sums.draft.loss, counts.labels_by_depth)
             draft, draft_metrics = self._update_draft(
-                draft, gradients[1], loss, online, sums.draft, counts
+                draft, gradients[1], loss, online & enabled, sums.draft, counts
             )
             metrics |= draft_metrics
         updates = updates + 1
         if self.objective.needs_order:
-            signals = [signal_ready(leaf) for leaf in jax.tree.leaves(metrics)]
+            signals = [signal_ready(leaf) for leaf in jax.tree.leaves((metrics, gap))]
             updates = order_after(updates, signals)
-        pinned_draft = None if draft is None else self._pin_layout(draft)
-        return UpdateState(self._pin_layout(policy), pinned_draft, updates), metrics
+        policy = policy.replace(network=self._pin_layout(policy.network))
+        draft = draft.replace(network=self._pin_layout(draft.network))
+        return UpdateState(policy, draft, gap, updates), metrics
 
     def _packed_share(
-        self, batch: TrainBatch, index: Int[Array, ""], counts: BatchCounts
+        self, batch: PlacedBatch, index: Int[Array, ""], counts: BatchCounts
     ) -> Float[Array, ""]:
         """Returns the share of the micro-batches' positions that hold text."""
         size = row_shard_count(self.mesh) * self.micro_tokens * batch.plan.micro_batch_count[index]
         return counts.positions / size.astype(counts.positions.dtype)
 
     def _count_metrics(
-        self, state: LearnerState, batch: TrainBatch, final: UpdateState
-    ) -> dict[str, Int[Array, ""]]:
+        self, state: LearnerState, batch: PlacedBatch, final: UpdateState
+    ) -> dict[str, Mean]:
         """Collects the metrics that are counts."""
         metrics: dict[str, Int[Array, ""]] = {}
-        trained = {"policy": final.policy if self.policy_objective.is_trained else None}
-        if isinstance(self.draft_objective, DraftObjective):
-            trained["draft"] = final.draft
-        for name, network in trained.items():
-            if network is not None:
+        for name, network, objective in (
+            ("policy", final.policy, self.policy_objective),
+            ("draft", final.draft, self.draft_objective),
+        ):
+            if objective.is_trained and isinstance(network, NetworkState):
                 metrics[f"skipped/{name}"] = network.skipped
                 metrics[f"skipped_in_row/{name}"] = network.skipped_in_row
         if self.policy_objective.is_trained:
@@ -360,12 +361,10 @@ class Learner:
             metrics["learner/lag"] = jnp.max(lag)
             metrics["learner/micro_batches"] = self.epochs * jnp.sum(batch.plan.micro_batch_count)
             metrics["learner/recompute"] = state.recompute.astype(jnp.int32)
-        return metrics
+        return {name: Mean.from_value(count) for name, count in metrics.items()}
 
     def _rate_metrics(self, state: LearnerState) -> dict[str, Mean]:
         """Returns the learning rate of the batch's first update."""
-        if not self.policy_objective.is_trained or self.learning_rate is None:
-            return {}
         updates = optimizers.update_count(state.policy.optimizer)
         rate = jnp.asarray(self.learning_rate(updates), self.accum_dtype)
         return {"optimizer/learning_rate": Mean.from_value(rate)}
@@ -388,13 +387,13 @@ class Learner:
             values[f"draft/expected_acceptance_{depth}"] = value
         return draft, as_means(values, online & (counts.labels > 0))
 
-    def _pin_layout(self, state: NetworkState) -> NetworkState:
+    def _pin_layout(self, network: PyTree) -> PyTree:
         """Pins weights to the train layout."""
         # So that old and new weights are selected in place, before any transfer.
-        layout = self.train_layout(state.network)
-        return state.replace(network=lax.with_sharding_constraint(state.network, layout))
+        return jax.tree.map(lax.with_sharding_constraint, network, self.train_layout(network))
 
 
 def _reference_policy(state: LearnerState) -> Decoder:
-    """Returns the initial policy: a copy, or the base."""
-    return state.policy.network.base if state.reference is None else state.reference
+    """Returns the initial policy: a copy, or the base of the adapters."""
+    policy = state.policy.network
+    return policy.base if isinstance(policy, AdaptedDecoder) else state.reference

@@ -51,6 +51,10 @@ class Loss(NamedTuple):
     metrics: dict[str, PerLabel] = {}  # noqa: RUF012 - never changed
 
 
+LossTerm = Callable[[LossInputs], Loss]
+"""Computes a term that is added to the loss."""
+
+
 # ---- logprobs of labels
 
 
@@ -144,6 +148,11 @@ def ratio_of(log_ratio: PerLabel) -> PerLabel:
 
 Correction = Callable[[LossInputs], Loss]
 """Computes weights exp(old - sampled) without gradient, and their metrics."""
+
+
+def keep_weights(inputs: LossInputs) -> Loss:
+    """Returns weights of 1, which correct nothing."""
+    return Loss(jnp.ones_like(inputs.policy_logprobs))
 
 
 class ImportanceWeights(NamedTuple):
@@ -254,8 +263,8 @@ class KlPenalty(NamedTuple):
     reward_to_go: bool = False
     """Whether a token's reward is charged only for the divergence from that token on."""
 
-    def estimate_at_labels(self, inputs: LossInputs) -> PerLabel:
-        """Estimates the divergence at each label."""
+    def __call__(self, inputs: LossInputs) -> Loss:
+        """Computes the penalty as a term of the loss."""
         estimate = self.estimate_kl(
             inputs.policy_logprobs, inputs.reference_logprobs, inputs.loss_mask
         )
@@ -263,13 +272,26 @@ class KlPenalty(NamedTuple):
             # The estimate is an expectation under the policy, but another policy sampled.
             log_ratio = mask_labels(inputs, inputs.policy_logprobs - inputs.sampled_logprobs)
             estimate = estimate * lax.stop_gradient(_finite_weights(log_ratio))
-        return estimate
+        return Loss(self.beta * estimate, {"kl": lax.stop_gradient(estimate)})
 
     def estimate_kl(
         self, logprobs: PerLabel, reference: PerLabel, loss_mask: Bool[Array, "B T"]
     ) -> PerLabel:
         """Estimates the divergence; 0 outside the loss mask."""
         return self.estimator(clamp_log_ratio(jnp.where(loss_mask, reference - logprobs, 0)))
+
+
+# ---- entropy
+
+
+class EntropyBonus(NamedTuple):
+    """Reward for the entropy of the policy."""
+
+    weight: float
+
+    def __call__(self, inputs: LossInputs) -> Loss:
+        """Computes the bonus as a term of the loss."""
+        return Loss(-self.weight * inputs.entropy)
 
 
 # ---- the gap between recorded and own logprobs

@@ -15,10 +15,11 @@ from jaxspec.inputs.checked import ConfigError, require
 from jaxspec.inputs.own_code import describe_error, import_function
 from jaxspec.rl.loss_terms import (
     Correction,
-    KlPenalty,
     Loss,
     LossInputs,
+    LossTerm,
     PerLabel,
+    keep_weights,
     mask_labels,
     ratio_of,
     text_means,
@@ -31,20 +32,16 @@ PolicyLoss = Callable[[LossInputs], Loss]
 def policy_gradient_loss(
     inputs: LossInputs,
     surrogate: "Surrogate",
-    correction: Correction | None = None,
-    kl: KlPenalty | None = None,
-    entropy_weight: float = 0.0,
+    correction: Correction = keep_weights,
+    terms: tuple[LossTerm, ...] = (),
 ) -> Loss:
-    """Computes correction * surrogate + beta * KL - entropy_weight * entropy, with metrics."""
+    """Computes correction * surrogate plus the sum of `terms`, with the metrics of all."""
     loss, metrics = surrogate(inputs)
-    if correction is not None:
-        weights, weight_metrics = correction(inputs)
-        loss, metrics = loss * weights, metrics | weight_metrics
-    if kl is not None:
-        penalty = kl.estimate_at_labels(inputs)
-        loss, metrics = loss + kl.beta * penalty, metrics | {"kl": lax.stop_gradient(penalty)}
-    if entropy_weight:
-        loss = loss - entropy_weight * inputs.entropy
+    weights, weight_metrics = correction(inputs)
+    loss, metrics = loss * weights, metrics | weight_metrics
+    for term in terms:
+        added_loss, term_metrics = term(inputs)
+        loss, metrics = loss + added_loss, metrics | term_metrics
     return Loss(loss, metrics)
 
 

@@ -19,12 +19,13 @@ from jaxspec.kernels.order import enforce_order, order_after, signal_ready
 from jaxspec.mesh import ROWS
 from jaxspec.models.decoder import Decoder, DecoderOutput, cast_head, extract_head
 from jaxspec.models.lora import AdaptedDecoder, attach_lora
-from jaxspec.models.moe import Traffic
+from jaxspec.models.moe import NoTraffic, Traffic
 from jaxspec.rl.batch_sums import BatchCounts, BatchSums
 from jaxspec.rl.draft_objective import (
     DraftComparison,
     DraftObjective,
     UntrainedDraft,
+    detach_policy,
 )
 from jaxspec.rl.fsdp import WeightShards
 from jaxspec.rl.loss_terms import (
@@ -37,9 +38,16 @@ from jaxspec.rl.loss_terms import (
     zero_gap,
 )
 from jaxspec.rl.losses import Aggregation, PolicyLoss, token_mean
-from jaxspec.rl.train_batch import Pack, TrainBatch, count_response_tokens, read_lengths
+from jaxspec.rl.train_batch import (
+    NoStates,
+    PlacedBatch,
+    PolicyStates,
+    TrainBatch,
+    count_response_tokens,
+    read_lengths,
+)
 from jaxspec.sampling import Processing
-from jaxspec.state import PyTree
+from jaxspec.state import Pack, PyTree
 
 COMMON_METRICS = ("advantage/zero", "ratio/kl")
 """Metrics of every policy loss."""
@@ -204,7 +212,7 @@ class MicroBatchObjective:
             gap=zero_gap(zero.dtype),
             loss_metrics=loss_sums.metrics,
             maxima=loss_sums.maxima,
-            traffic=Traffic(expert_zeros, layer_zeros) if has_traffic else None,
+            traffic=Traffic(expert_zeros, layer_zeros) if has_traffic else NoTraffic(),
             draft=DraftComparison(*[jnp.zeros_like(counts.labels_by_depth)] * 3),
         )
 
@@ -225,31 +233,16 @@ class MicroBatchObjective:
         online: Bool[Array, ""],
         pack: Pack,
         row: Int[Array, "1 T"],
-        batch: TrainBatch,
+        batch: PlacedBatch,
         counts: BatchCounts,
     ) -> BatchSums:
         """Computes the sums of one micro-batch. The draft runs only if it is `online`.
 
         `row[i]` is the batch row that position i of the pack came from.
         """
-        target, accum_dtype, depth_count = (
-            attach_lora(policy),
-            self.accum_dtype,
-            self.draft.depth_count,
-        )
-        if batch.states is None:
-            forward = target(
-                pack.tokens,
-                pack.positions,
-                taps=self.taps,
-                first=pack.text_start,
-                prepare_layer=shards.gather_layer,
-                traffic_mask=pack.loss_mask if self.policy.is_trained else None,
-            )
-        else:
-            assert not self.policy.is_trained, "a policy with stored states cannot be trained"
-            states = jax.tree.map(lambda row_states: row_states[row, pack.positions], batch.states)
-            forward = DecoderOutput(states.hidden, states.taps, cache=None, traffic=None)
+        target, accum_dtype = attach_lora(policy), self.accum_dtype
+        depth_count = self.draft.depth_count
+        forward = self._compute_outputs(target, shards, pack, row, batch.states)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depth_count, 0), accum_dtype)
         if isinstance(self.draft, DraftObjective):
             last_hidden, network = shards.order_draft_backward(forward.hidden, draft)
@@ -274,9 +267,8 @@ class MicroBatchObjective:
             if self.needs_order:
                 # The draft's collectives are in a `cond` and must follow the policy's.
                 (logprobs, entropy), hidden = enforce_order((logprobs, entropy), hidden)
-            compare = partial(self.draft.compare, network, lax.stop_gradient(target))
-            # The draft's loss reads the policy's logits but must not change the policy.
-            logits = lax.stop_gradient(logits)
+            target, logits = detach_policy(target, logits)
+            compare = partial(self.draft.compare, network, target)
             return (logprobs, entropy, lax.cond(online, compare, lambda *_: empty, logits, hidden))
 
         elements = len(pack.tokens) * target.config.vocab * (1 + depth_count)
@@ -288,9 +280,7 @@ class MicroBatchObjective:
 
         inputs = self._build_loss_inputs(logprobs, entropy, pack, row, batch)
         # Older rows differ by updates since they were sampled, which is no fault of the recording.
-        is_current = (
-            pack.loss_mask if batch.is_current is None else pack.loss_mask & batch.is_current[row]
-        )
+        is_current = pack.loss_mask & batch.is_current[row]
         label_counts = count_labels(batch.loss_mask, accum_dtype)[row]
         loss_sums = self.policy.sum_losses(inputs, label_counts, counts)
         depth_mask = self.draft.label_mask(pack.loss_mask, pack.positions)
@@ -308,35 +298,49 @@ class MicroBatchObjective:
             ),
         )
 
+    def _compute_outputs(
+        self,
+        target: Decoder,
+        shards: WeightShards,
+        pack: Pack,
+        row: Int[Array, "1 T"],
+        states: PolicyStates | NoStates,
+    ) -> DecoderOutput:
+        """Computes the policy's outputs at a pack, or reads stored ones."""
+        # Stored states have no gradient, so a policy that is trained always runs.
+        if isinstance(states, PolicyStates) and not self.policy.is_trained:
+            pack_states = jax.tree.map(lambda row_states: row_states[row, pack.positions], states)
+            return DecoderOutput(pack_states.hidden, pack_states.taps, None, NoTraffic())
+        return target(
+            pack.tokens,
+            pack.positions,
+            taps=self.taps,
+            first=pack.text_start,
+            prepare_layer=shards.gather_layer,
+            traffic_mask=pack.loss_mask if self.policy.is_trained else None,
+        )
+
     def _build_loss_inputs(
         self,
         logprobs: Float[Array, "1 T"],
         entropy: Float[Array, "1 T"],
         pack: Pack,
         row: Int[Array, "1 T"],
-        batch: TrainBatch,
+        batch: PlacedBatch,
     ) -> LossInputs:
         """Builds the policy loss's inputs for a pack."""
         # A position predicts the next token, and recorded values are stored at that token.
         next_positions = jnp.minimum(pack.positions + 1, batch.tokens.shape[1] - 1)
 
-        def take_next(by_row: Float[Array, "B S"] | None) -> Float[Array, "1 T"]:
-            return (
-                jnp.zeros_like(logprobs)
-                if by_row is None
-                else by_row[row, next_positions].astype(self.accum_dtype)
-            )
+        def take_next(by_row: Float[Array, "B S"]) -> Float[Array, "1 T"]:
+            return by_row[row, next_positions].astype(self.accum_dtype)
 
-        sampled, current = (take_next(batch.sampled_logprobs), lax.stop_gradient(logprobs))
-        old = current if batch.old_logprobs is None else take_next(batch.old_logprobs)
-        advantages = batch.advantages
+        current, advantages = lax.stop_gradient(logprobs), batch.advantages
         by_row = advantages.ndim == 1
-        if batch.is_on_policy is not None:
-            old = jnp.where(batch.is_on_policy[row], current, old)
         return LossInputs(
             policy_logprobs=logprobs,
-            old_logprobs=old,
-            sampled_logprobs=sampled,
+            old_logprobs=jnp.where(batch.is_on_policy[row], current, take_next(batch.old_logprobs)),
+            sampled_logprobs=take_next(batch.sampled_logprobs),
             reference_logprobs=take_next(batch.reference_logprobs),
             entropy=entropy,
             advantages=advantages[row].astype(self.accum_dtype)
@@ -377,12 +381,12 @@ class MicroBatchObjective:
         pack: Pack,
     ) -> Float[Array, "1 T A D"]:
         """Computes the draft head's inputs, zeros if not `online`."""
-        detached = lax.stop_gradient((target, forward))
+        target, forward = detach_policy(target, forward)
         if self.needs_order:
             pack = pack._replace(tokens=order_after(pack.tokens, [signal_ready(forward.hidden)]))
 
         def run_draft(network: PyTree) -> Float[Array, "1 T A D"]:
-            return objective.unroll_depths(network, *detached, pack)
+            return objective.unroll_depths(network, target, forward, pack)
 
         shape = jax.eval_shape(run_draft, network)
         return lax.cond(online, run_draft, lambda _: jnp.zeros(shape.shape, shape.dtype), network)

@@ -288,8 +288,16 @@ def trainable_parameters(network: PyTree) -> PyTree:
     )
 
 
+def no_parameters(network: PyTree) -> PyTree:
+    """Replaces all variables by None, as those of a network that is not trained."""
+    return jax.tree.map(lambda _: None, network, is_leaf=_is_variable)
+
+
 def replace_parameters(network: PyTree, weights: PyTree) -> PyTree:
-    """Replaces a network's trained weights, given as by `trainable_parameters`."""
+    """Replaces a network's trained weights.
+
+    They are given as by `trainable_parameters` or `no_parameters`.
+    """
     return jax.tree.map(
         lambda node, weight: node if weight is None else weight,
         network,

@@ -3,6 +3,7 @@
 Rows are gathered one micro-batch at a time.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,13 @@ class PolicyStates(NamedTuple):
     """Aux hidden states. None if the draft does not use them."""
 
 
+class NoStates(NamedTuple):
+    """No stored policy outputs. Every pass runs the policy."""
+
+
+NO_STATES = NoStates()
+
+
 @pytree
 class TrainBatch(Tree):
     """Rows to learn from.
@@ -52,19 +60,35 @@ class TrainBatch(Tree):
     version: Int[AnyArray, " B"]
     """Weight version that sampled the row (number of batches trained on)."""
     plan: PackingPlan
-    old_logprobs: Float[AnyArray, "B S"] | None = None
-    """Log-probabilities under the policy before the updates on this batch.
+    states: PolicyStates | NoStates = NO_STATES
+    """Outputs of the policy, if they are stored. Only a policy that is not trained reads them."""
 
-    None to use those of the current pass.
-    """
-    is_current: Bool[AnyArray, " B"] | None = None
-    """Rows sampled by the policy before the updates on this batch. None for all rows."""
-    is_on_policy: Bool[AnyArray, " B"] | None = None
-    """Rows that use the logprobs of the current pass in place of `old_logprobs`. None for none."""
-    reference_logprobs: Float[AnyArray, "B S"] | None = None
-    """Log-probabilities under the reference policy. None if no loss uses them."""
-    states: PolicyStates | None = None
-    """Stored policy outputs for a policy that is not trained. None to run the policy."""
+
+@pytree
+class PlacedBatch(TrainBatch):
+    """A batch with every row at its place in the plan."""
+
+    old_logprobs: Float[Array, "B S"]
+    """Log-probabilities under the policy before the updates on this batch."""
+    is_on_policy: Bool[Array, " B"]
+    """Rows that use the logprobs of the current pass in place of `old_logprobs`."""
+    is_current: Bool[Array, " B"]
+    """Rows sampled by the policy before the updates on this batch."""
+    reference_logprobs: Float[Array, "B S"]
+    """Log-probabilities under the reference policy; zeros if no loss uses them."""
+
+    @classmethod
+    def from_placed_rows(cls, batch: TrainBatch) -> "PlacedBatch":
+        """Adds constants by which the policy of a pass is also the old policy."""
+        rows = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
+        zeros, all_rows = jnp.zeros_like(batch.sampled_logprobs), jnp.ones_like(batch.version, bool)
+        return cls(
+            **rows,
+            old_logprobs=zeros,
+            is_on_policy=all_rows,
+            is_current=all_rows,
+            reference_logprobs=zeros,
+        )
 
 
 def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
@@ -88,7 +112,7 @@ def plan_packing(
     token_counts: Int[np.ndarray, " B"],
     shard_count: int,
     micro_tokens: int,
-    mini_batch: Int[np.ndarray, " B"] | None = None,
+    mini_batch: Int[np.ndarray, " B"],
 ) -> PackingPlan:
     """Assigns rows to shards and micro-batches, on the host.
 
@@ -96,7 +120,7 @@ def plan_packing(
       token_counts: Number of tokens to read from each row. 0 leaves the row out.
       shard_count: Number of data shards.
       micro_tokens: Tokens of a micro-batch on each shard.
-      mini_batch: Mini-batch of each row. None for a single mini-batch.
+      mini_batch: Mini-batch of each row.
 
     Raises:
       ValueError: A row has more than `micro_tokens` tokens to read.
@@ -105,15 +129,10 @@ def plan_packing(
         raise ValueError(
             f"a row of {token_counts.max()} tokens does not fit a micro-batch of {micro_tokens}"
         )
-    mini_batches = np.zeros(len(token_counts), np.int32) if mini_batch is None else mini_batch
-    mini_batch_count, places_per_shard = (
-        int(mini_batches.max(initial=0)) + 1,
-        len(token_counts) // shard_count,
-    )
-    row_order, micro_batch_count = (
-        np.zeros(len(token_counts), np.int32),
-        np.zeros(mini_batch_count, np.int32),
-    )
+    mini_batch_count = int(mini_batch.max(initial=0)) + 1
+    places_per_shard = len(token_counts) // shard_count
+    row_order = np.zeros(len(token_counts), np.int32)
+    micro_batch_count = np.zeros(mini_batch_count, np.int32)
     micro_batch, text_start = (
         np.full((mini_batch_count, len(token_counts)), -1, np.int32),
         np.zeros((mini_batch_count, len(token_counts)), np.int32),
@@ -123,7 +142,7 @@ def plan_packing(
         shard_load = np.zeros(shard_count, int)
         # positions left in each pack of each shard
         free_positions: list[list[int]] = [[] for _ in range(shard_count)]
-        rows = np.flatnonzero((mini_batches == number) & (token_counts > 0))
+        rows = np.flatnonzero((mini_batch == number) & (token_counts > 0))
         # Longest first, each to the shard with the fewest tokens and a free place. First fit in
         # this order gives micro-batch n texts of similar lengths on every shard.
         for row in rows[np.argsort(-token_counts[rows], kind="stable")]:
@@ -177,23 +196,23 @@ def build_text_batch(
     loss_mask: Bool[np.ndarray, "B S"],
     mesh: Mesh,
     micro_tokens: int,
-    states: PolicyStates | None = None,
+    states: PolicyStates | NoStates = NO_STATES,
 ) -> TrainBatch:
     """Builds a batch of supervised texts on `mesh`.
 
-    Micro-batches have `micro_tokens` positions per shard. `states` are stored policy outputs.
+    Micro-batches have `micro_tokens` positions per shard.
 
     Raises:
       ValueError: As in `plan_packing`.
     """
-    row_zeros = np.zeros(len(tokens), np.int32)
+    row_zeros, shards = np.zeros(len(tokens), np.int32), row_shard_count(mesh)
     fields: dict[str, Any] = {
         "tokens": tokens,
         "sampled_logprobs": np.zeros(tokens.shape, np.float32),
         "loss_mask": loss_mask,
         "advantages": row_zeros.astype(np.float32),
         "version": row_zeros,
-        "plan": plan_packing(read_lengths(loss_mask), row_shard_count(mesh), micro_tokens),
+        "plan": plan_packing(read_lengths(loss_mask), shards, micro_tokens, row_zeros),
         "states": states,
     }
     batch = TrainBatch(**fields)

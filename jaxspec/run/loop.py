@@ -32,7 +32,7 @@ from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.schedules import StepResult, StepSchedule
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
-from jaxspec.state import Rollout, TrainState
+from jaxspec.state import NetworkState, Rollout, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system import alarms
@@ -300,5 +300,5 @@ class Loop:
 
 def _network_conditions(state: TrainState) -> Int[Array, " n"]:
     """Checks the policy and, if there is one, the draft."""
-    networks = state.learner.policy, state.learner.draft
-    return jnp.stack([check_condition(network) for network in networks if network is not None])
+    states = state.learner.policy, state.learner.draft
+    return jnp.stack([check_condition(item) for item in states if isinstance(item, NetworkState)])

@@ -19,7 +19,7 @@ from jaxspec.rollout.feedback import length_chooser
 from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.state import RunState
-from jaxspec.state import Prompts, PyTree, TrainState
+from jaxspec.state import NetworkState, Prompts, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
@@ -56,23 +56,23 @@ def start_run(
     `offline_text` is that of `read_offline_text`.
     """
     layout, shapes = step.state_shardings(), abstract_arguments(step, config.batch.prompts)[0]
-    trains_offline = config.offline.steps > 0 and shapes.learner.draft is not None
+    trains_offline = config.offline.steps > 0 and isinstance(shapes.learner.draft, NetworkState)
     draft_file, network = None, None
     # This loads the policy too, so it comes before the run's own weights take memory.
     if trains_offline:
         draft_file = get_or_train_draft(config, step, tokenizer, offline_text, interrupt, say)
     else:
-        network = load_draft(config, _draft_network(shapes), say)
+        network = load_draft(config, shapes.learner.draft.network, say)
     policy = load_policy(config, step, tokenizer, interrupt, say)
     if draft_file is not None:
-        network = load_tree(draft_file, _draft_network(shapes))
+        network = load_tree(draft_file, shapes.learner.draft.network)
     elif network is not None:
         report_agreement(config, step.generator, tokenizer, policy, network, say)
     else:
         # XLA removes the other parts of the state, since only the draft is returned.
-        shardings = _draft_network(layout)
+        shardings = layout.learner.draft.network
         network = jax.jit(
-            lambda: _draft_network(step.init_random_state()), out_shardings=shardings
+            lambda: step.init_random_state().learner.draft.network, out_shardings=shardings
         )()
         if remark := describe_random_draft(config):
             say(remark)
@@ -157,10 +157,6 @@ def _measure_lengths(
         origin = "by public figures or an earlier run, until the first rollout has timed its rounds"
     say(f"{origin}: {table}")
     return state
-
-
-def _draft_network(state: TrainState) -> PyTree:
-    return None if state.learner.draft is None else state.learner.draft.network
 
 
 def empty_history(config: ResolvedConfig) -> AnswerHistory:

@@ -26,7 +26,7 @@ from jaxspec.host.loaded_run import (
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.weight_layout import apply_layout
-from jaxspec.state import EOS, RolloutWeights
+from jaxspec.state import EOS, NetworkState, RolloutWeights
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import answering_config, small_mesh, tiny_network
@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(to_json(CONFIG)))
     step = make_job(CONFIG, small_mesh(8)).step
     state = jax.jit(step.init_state, out_shardings=step.state_shardings())(policy(), draft())
-    assert state.learner.draft is not None, "the config has a draft with weights"
+    assert isinstance(state.learner.draft, NetworkState), "the config has a draft with weights"
     best = jnp.asarray(
         np.arange(len(step.generator.settings.grid)) == np.asarray(BEST)[:, None], jnp.float32
     )

@@ -11,7 +11,7 @@ from jaxspec.drafts.kinds import build_network
 from jaxspec.host import round_cost
 from jaxspec.inputs.streams import Stream, stream_key, stream_rng
 from jaxspec.models.decoder import Decoder
-from jaxspec.state import Prompts
+from jaxspec.state import NetworkState, Prompts
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_prompts
 
 SEEDS, NUMBERS = (0, 1, 7, 2**32 - 1), range(6)
@@ -58,7 +58,7 @@ def test_weights_come_from_streams_of_their_own() -> None:
     policy = Decoder(config.model, stream_key(3, Stream.POLICY_WEIGHTS))
     network = build_network(config.draft_spec, stream_key(3, Stream.DRAFT_WEIGHTS))
     learner = state.learner
-    assert learner.draft is not None
+    assert isinstance(learner.draft, NetworkState)
     for ours, wanted in ((learner.policy.network, policy), (learner.draft.network, network)):
         jax.tree.map(
             lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7),

@@ -211,7 +211,7 @@ def test_traffic_is_that_of_the_counted_tokens() -> None:
     _, traffic = mixture_of_experts(
         jnp.asarray(x), router, experts, CHOSEN, True, traffic_mask=jnp.asarray(counted)
     )
-    assert traffic is not None
+    assert isinstance(traffic, Traffic)
     scores = (x @ np.asarray(router))[counted]
     laws = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
     order = np.argsort(-scores, axis=1)[:, :CHOSEN]

@@ -101,8 +101,8 @@ MUTANTS = [
         "-",
         "the entropy bonus is dropped",
         "build.py",
-        "entropy_weight=settings.entropy,",
-        "entropy_weight=0.0,",
+        "terms.append(loss_terms.EntropyBonus(config.loss.entropy))",
+        "terms.append(loss_terms.EntropyBonus(0.0))",
         f"{BUILD}::test_an_entropy_bonus_lowers_the_loss",
     ),
     Mutant(

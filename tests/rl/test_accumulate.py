@@ -14,8 +14,9 @@ from jaxspec.config.settings import BatchConfig, DataConfig, DraftConfig, LossCo
 from jaxspec.inputs.spec import FamilySpec, ModelSpec
 from jaxspec.mesh import shard_map_rows
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.moe import Traffic
 from jaxspec.rl.loss_terms import LogprobGap
-from jaxspec.rl.train_batch import TrainBatch, read_lengths
+from jaxspec.rl.train_batch import PlacedBatch, TrainBatch, read_lengths
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
 from tests.twins import numpy_decoder
@@ -43,7 +44,7 @@ def policy() -> Decoder:
     return tiny_network(Decoder, MODEL, 1, 1.5)
 
 
-def batch_of(step: Step) -> TrainBatch:
+def batch_of(step: Step) -> PlacedBatch:
     """Answers of 1 to 6 tokens with gaps in what is learned; the last row has nothing to learn."""
     random = np.random.default_rng(2)
     place = np.arange(SIZE)
@@ -113,7 +114,11 @@ def test_ratios_and_advantages_of_labels_are_those_written_out() -> None:
     batch = batch_of(step)
     old = np.random.default_rng(4).normal(size=(ROWS, SIZE)) + logprobs_of(batch)
     advantages = np.where(np.arange(ROWS) < 2, 0, np.asarray(batch.advantages))
-    batch = batch.replace(old_logprobs=jnp.asarray(old), advantages=jnp.asarray(advantages))
+    batch = batch.replace(
+        old_logprobs=jnp.asarray(old),
+        is_on_policy=jnp.zeros(ROWS, bool),
+        advantages=jnp.asarray(advantages),
+    )
     sums, counts = jax.jit(step.learner.passes.compute_sums)(policy(), None, batch)
     here = in_mini_batch(batch, 0)
     x = (logprobs_of(batch) - old)[here]
@@ -141,7 +146,7 @@ def test_traffic_to_experts_is_that_of_the_labels() -> None:
     counted = np.roll(in_mini_batch(batch, 0), -1, axis=1)
     places = jnp.broadcast_to(jnp.arange(SIZE, dtype=jnp.int32), counted.shape)
     whole = jax.jit(network)(batch.tokens, places, traffic_mask=jnp.asarray(counted)).traffic
-    assert sums.traffic is not None
+    assert isinstance(sums.traffic, Traffic)
     assert sums.traffic.tokens.shape == (2, 4)
     assert (sums.traffic.tokens.sum(axis=1) == 2 * counts.labels).all()
     for found, wanted in zip(sums.traffic, whole, strict=True):

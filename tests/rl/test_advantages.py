@@ -1,5 +1,6 @@
 """Advantages of every estimator, by worked numbers, and what holds for all of them."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from jaxspec.rl import advantages as estimators
 from jaxspec.rl.advantages import (
-    compute_advantages,
+    AdvantageEstimator,
     divide_by_batch_std,
     divide_by_leave_one_out_std,
     divide_by_population_std,
@@ -33,7 +34,11 @@ SCALES = (
     divide_by_batch_std,
     whiten_over_tokens,
 )
-compiled = jax.jit(compute_advantages, static_argnames=("group_size", "baseline", "scale"))
+
+
+@functools.partial(jax.jit, static_argnames="estimator")
+def compiled(estimator: AdvantageEstimator, rewards: Any, valid: Any, lengths: Any) -> jax.Array:
+    return estimator.weigh_rows(rewards, valid, lengths)
 
 
 def found(
@@ -48,7 +53,7 @@ def found(
     count = len(rewards)
     mask = jnp.ones(count, bool) if valid is None else jnp.asarray(valid)
     tokens = jnp.ones(count, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    return np.asarray(compiled(rewards, mask, tokens, group, baseline, scale))
+    return np.asarray(compiled(AdvantageEstimator(group, baseline, scale), rewards, mask, tokens))
 
 
 # ---- worked numbers
@@ -192,5 +197,5 @@ def test_every_estimator_is_among_those_tested() -> None:
         for name, value in vars(estimators).items()
         if callable(value) and getattr(value, "__module__", "") == estimators.__name__
     }
-    tested = {each.__name__ for each in (*BASELINES, *SCALES)} | {"compute_advantages"}
+    tested = {each.__name__ for each in (*BASELINES, *SCALES)} | {"AdvantageEstimator"}
     assert {name for name in said if not name.startswith("_")} == tested

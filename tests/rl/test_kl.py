@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rl.advantages import compute_advantages, keep_rewards, keep_scale, whiten_over_tokens
+from jaxspec.rl.advantages import AdvantageEstimator, keep_rewards, keep_scale, whiten_over_tokens
 from jaxspec.rl.loss_terms import ESTIMATORS, KlPenalty, LossInputs, k3
 from jaxspec.rl.losses import policy_gradient_loss, reinforce_surrogate
 
@@ -66,7 +66,9 @@ def slope_in_loss(penalty: KlPenalty, sampler: Any) -> jax.Array:
     """Expected slope of the loss with a penalty and no advantages."""
 
     def loss(logits: Any) -> jax.Array:
-        found = policy_gradient_loss(inputs_of(logits, sampler), reinforce_surrogate, kl=penalty)
+        found = policy_gradient_loss(
+            inputs_of(logits, sampler), reinforce_surrogate, terms=(penalty,)
+        )
         return jnp.sum(probability(sampler)[:, None] * found.by_label)
 
     return jax.grad(loss)(jnp.asarray(POLICY))
@@ -78,15 +80,14 @@ def slope_in_reward(penalty: KlPenalty) -> jax.Array:
     kl = penalty.estimate_kl(here, picked(REFERENCE), jnp.ones(here.shape, bool))
     rows, valid = len(TEXTS), jnp.ones(len(TEXTS), bool)
     rewards, lengths = jnp.zeros(rows), jnp.full((rows,), LENGTH, jnp.int32)
+    plain = AdvantageEstimator(1, keep_rewards, keep_scale)
     if penalty.reward_to_go:
         to_go = jnp.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
-        ones = jnp.ones(here.shape, jnp.int32)
-        gains = compute_advantages(
-            rewards, valid, ones, 1, keep_rewards, keep_scale, penalty.beta * to_go
-        )
+        sampled = jnp.ones(here.shape, bool)
+        gains = plain.weigh_tokens(rewards, valid, sampled, penalty.beta * to_go)
     else:
         rewards = rewards - penalty.beta * jnp.sum(kl, axis=1)
-        gains = compute_advantages(rewards, valid, lengths, 1, keep_rewards, keep_scale)[:, None]
+        gains = plain.weigh_rows(rewards, valid, lengths)[:, None]
 
     def loss(logits: Any) -> jax.Array:
         found = policy_gradient_loss(inputs_of(logits, POLICY, gains), reinforce_surrogate)
@@ -153,13 +154,10 @@ def test_rewards_to_go_are_whitened_over_tokens() -> None:
     to_go = np.stack([[(BETA * kl * mask)[row, at:].sum() for at in range(5)] for row in range(3)])
     gains = (rewards[:, None] - to_go)[mask]
     wanted = (gains - gains.mean()) / gains.std()
-    found = compute_advantages(
+    found = AdvantageEstimator(1, keep_rewards, whiten_over_tokens).weigh_tokens(
         jnp.asarray([1.0, 0.0, np.nan]),
         jnp.asarray(valid),
-        jnp.asarray(mask.astype(np.int32)),
-        1,
-        keep_rewards,
-        whiten_over_tokens,
+        jnp.asarray(mask),
         jnp.asarray(to_go),
     )
     np.testing.assert_allclose(np.asarray(found)[mask], wanted, rtol=1e-12)

@@ -38,7 +38,7 @@ from jaxspec.rl.draft_objective import DraftObjective, compute_draft_loss
 from jaxspec.rl.losses import negative_log_likelihood
 from jaxspec.rl.objective import PolicyObjective
 from jaxspec.rl.train_batch import TrainBatch, build_text_batch, rows_to_pack
-from jaxspec.state import LearnerState
+from jaxspec.state import LearnerState, NetworkState
 from jaxspec.step import Step
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
 
@@ -188,7 +188,7 @@ def step_of(
         (1,),
         MODEL.vocab,
     )
-    descent = {"policy_optimizer": optax.sgd(1.0), "draft_optimizer": optax.sgd(1.0)}
+    descent = dict.fromkeys(("policy_optimizer", "draft_optimizer"), optax.sgd(lambda _: 1.0))
     return dataclasses.replace(
         step,
         learner=step.learner.for_supervised_texts(
@@ -226,7 +226,7 @@ def learnt(
     state = jax.device_put(state, learner.train_layout(state))
     batch = build_text_batch(*(rows or texts()), step.learner.mesh, learner.micro_tokens)
     after, metrics = jax.jit(learner.learn)(state, batch)
-    assert after.draft is not None
+    assert isinstance(after.draft, NetworkState)
     before = jax.tree.map(np.asarray, (policy, draft))
     now = jax.tree.map(np.asarray, (after.policy.network, after.draft.network))
     return jax.tree.map(np.subtract, before, now), metrics_to_host(metrics)
@@ -356,12 +356,13 @@ def test_masters_and_gradients_are_float32_whatever_the_products_are(dtype: str)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     }
     assert floats == {"float32"}
+    passes = step.learner.passes
     gradients, _, _ = jax.eval_shape(
-        step.learner.passes.compute_gradients,
+        passes.compute_gradients,
         state.learner.policy.network,
-        state.learner.draft.network if state.learner.draft else None,
+        state.learner.draft.network,
         state.learner.online,
-        jax.eval_shape(step.build_batch, finished),
+        jax.eval_shape(lambda rows: passes.place_rows(step.build_batch(rows)), finished),
         jax.ShapeDtypeStruct((), np.int32),
     )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}

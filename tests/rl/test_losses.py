@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec.rl.loss_terms import (
     ESTIMATORS,
+    EntropyBonus,
     ImportanceWeights,
     KlPenalty,
     LossInputs,
@@ -18,6 +19,7 @@ from jaxspec.rl.loss_terms import (
     k1,
     k2,
     k3,
+    keep_weights,
 )
 from jaxspec.rl.losses import (
     ConstantDivisor,
@@ -130,14 +132,14 @@ def test_kl_estimators(reference: float, one: float, two: float, three: float) -
     for estimator, wanted in ((k1, one), (k2, two), (k3, three)):
         assert float(estimator(log_ratio)[0, 0]) == pytest.approx(wanted, abs=5e-5)
     inputs = inputs_of([[-1.0]], [0.0], reference_logprobs=[[float(reference)]])
-    bounded = float(KlPenalty(1.0, k3).estimate_at_labels(inputs)[0, 0])
+    bounded = float(KlPenalty(1.0, k3)(inputs).by_label[0, 0])
     assert bounded == pytest.approx(min(three, 19), abs=5e-5)
 
 
 def test_kl_penalty_in_the_loss() -> None:
     cur = [[0.0, -1.0, -2.0]]
     inputs = inputs_of(cur, [0.0], reference_logprobs=[[-1.0, -1, -1]])
-    loss = functools.partial(policy_gradient_loss, surrogate=PPO, kl=KlPenalty(0.1, k3))
+    loss = functools.partial(policy_gradient_loss, surrogate=PPO, terms=(KlPenalty(0.1, k3),))
     assert float(mean(inputs, loss)) == pytest.approx(0.0362, abs=5e-5)
 
 
@@ -154,9 +156,9 @@ def test_importance_weights() -> None:
 def test_importance_weights_and_kl_together() -> None:
     inputs = inputs_of(**CLIP, **SAMPLED, reference_logprobs=[[-1.0, -1, -1]])
     kl = KlPenalty(0.1, k3, importance=True)
-    penalty = 0.1 * float(mean(inputs, lambda each: negative(kl.estimate_at_labels(each))))
+    penalty = float(mean(inputs, lambda each: negative(kl(each).by_label)))
     assert penalty == pytest.approx(0.00605, abs=5e-6)
-    loss = functools.partial(policy_gradient_loss, surrogate=PPO, correction=FREE, kl=kl)
+    loss = functools.partial(policy_gradient_loss, surrogate=PPO, correction=FREE, terms=(kl,))
     assert float(mean(inputs, loss)) == pytest.approx(-0.2004, abs=5e-5)
 
 
@@ -200,7 +202,9 @@ def test_what_is_masked_has_neither_value_nor_slope(junk: float) -> None:
     others |= {"reference_logprobs": [[-1.0, junk, 0.0]]}
     kl = KlPenalty(0.5, k3)
     for surrogate in (ppo_surrogate, gspo_surrogate, cispo_surrogate, reinforce_surrogate):
-        loss = functools.partial(policy_gradient_loss, surrogate=surrogate, correction=FREE, kl=kl)
+        loss = functools.partial(
+            policy_gradient_loss, surrogate=surrogate, correction=FREE, terms=(kl,)
+        )
 
         def value_of(policy: jax.Array, loss: Any = loss) -> jax.Array:
             return mean(inputs_of(policy, [3.0], mask, **others), loss)
@@ -215,7 +219,8 @@ FAR = np.array([89.0, 1e4, -1e4, np.inf, -np.inf])
 
 
 @pytest.mark.parametrize(
-    "correction", [None, ImportanceWeights(max_weight=2.0), ImportanceWeights(by_sequence=True)]
+    "correction",
+    [keep_weights, ImportanceWeights(max_weight=2.0), ImportanceWeights(by_sequence=True)],
 )
 @pytest.mark.parametrize(
     "surrogate",
@@ -229,7 +234,7 @@ def test_no_log_ratio_loses_the_update(surrogate: Any, correction: Any) -> None:
     reference = np.where(np.isfinite(old), np.clip(-2 - old, -1e4, 0), -1.0)
     kl = KlPenalty(0.1, k3, importance=True)
     loss = functools.partial(
-        policy_gradient_loss, surrogate=surrogate, correction=correction, kl=kl
+        policy_gradient_loss, surrogate=surrogate, correction=correction, terms=(kl,)
     )
 
     def value_of(policy: jax.Array) -> tuple[jax.Array, Any]:
@@ -250,7 +255,7 @@ def test_no_log_ratio_loses_the_update(surrogate: Any, correction: Any) -> None:
     assert np.isfinite(value)
     assert np.isfinite(slope).all()
     assert all(np.isfinite(each).all() for each in measured.values())
-    if surrogate is not gspo_surrogate and correction is None:
+    if surrogate is not gspo_surrogate and correction is keep_weights:
         np.testing.assert_allclose(slope[:, 1], -advantages, atol=1e-6)
 
 
@@ -320,11 +325,13 @@ LOSSES: dict[str, Any] = {
     "reinforce": reinforce_surrogate,
     **{
         name: functools.partial(
-            policy_gradient_loss, surrogate=ppo_surrogate, kl=KlPenalty(0.3, estimator)
+            policy_gradient_loss, surrogate=ppo_surrogate, terms=(KlPenalty(0.3, estimator),)
         )
         for name, estimator in ESTIMATORS.items()
     },
-    "entropy": functools.partial(policy_gradient_loss, surrogate=ppo_surrogate, entropy_weight=0.2),
+    "entropy": functools.partial(
+        policy_gradient_loss, surrogate=ppo_surrogate, terms=(EntropyBonus(0.2),)
+    ),
 }
 """Losses whose slope is that of their value: CISPO and weights are detached on purpose."""
 

@@ -52,7 +52,7 @@ def test_every_row_stands_once_and_no_pack_overflows(
     shards: int, lengths: list[int], tokens: int
 ) -> None:
     read = np.array(lengths * shards, np.int32)
-    plan = plan_packing(read, shards, tokens)
+    plan = plan_packing(read, shards, tokens, np.zeros_like(read))
     assert sorted(np.asarray(plan.row_order).tolist()) == list(range(len(read)))
     found, _ = stands(plan, read, shards, tokens)
     assert sorted(found) == np.flatnonzero(read).tolist()
@@ -63,7 +63,7 @@ def test_every_row_stands_once_and_no_pack_overflows(
 
 def test_a_row_that_fits_no_micro_batch_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match="a row of 11 tokens does not fit a micro-batch of 10"):
-        plan_packing(np.array([3, 11], np.int32), 1, 10)
+        plan_packing(np.array([3, 11], np.int32), 1, 10, np.zeros(2, np.int32))
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,7 +80,7 @@ def test_a_mini_batch_reads_its_own_rows_and_is_dealt_to_all_shards(
     for number in range(minis):
         there = order[micro[number] >= 0]
         assert sorted(there.tolist()) == np.flatnonzero((mini == number) & (read > 0)).tolist()
-        alone = plan_packing(np.where(mini == number, read, 0), shards, 9)
+        alone = plan_packing(np.where(mini == number, read, 0), shards, 9, np.zeros_like(mini))
         assert plan.micro_batch_count[number] <= alone.micro_batch_count[0] + 1
     # however the lengths fall, no shard has more than its places
     assert len(order) // shards == minis * rows
@@ -93,7 +93,7 @@ def test_shards_get_about_as_much_text_though_groups_differ(shards: int) -> None
     random = np.random.default_rng(0)
     read = np.repeat(random.integers(24, 193, 8), 8).astype(np.int32)
     by_group = read.reshape(shards, -1).sum(1)
-    plan = plan_packing(read, shards, 8 * 192)
+    plan = plan_packing(read, shards, 8 * 192, np.zeros_like(read))
     dealt = read[np.asarray(plan.row_order)].reshape(shards, -1).sum(1)
     assert dealt.max() <= 1.05 * dealt.mean() < by_group.max()
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.rl.loss_terms import ImportanceWeights, KlPenalty, LossInputs, k3
+from jaxspec.rl.loss_terms import EntropyBonus, ImportanceWeights, KlPenalty, LossInputs, k3
 from jaxspec.rl.losses import (
     ConstantDivisor,
     cispo_surrogate,
@@ -178,7 +178,12 @@ GSPO = functools.partial(gspo_surrogate, clip_low=LOW, clip_high=HIGH)
             PPO,
             {"correction": ImportanceWeights(max_weight=1.2)},
         ),
-        ({"loss_type": "dapo", "entropy_coef": 0.2}, token_mean, PPO, {"entropy_weight": 0.2}),
+        (
+            {"loss_type": "dapo", "entropy_coef": 0.2},
+            token_mean,
+            PPO,
+            {"terms": (EntropyBonus(0.2),)},
+        ),
     ],
 )
 def test_values_and_slopes_are_those_of_trl(

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.drafts import draft_temperature, schedule
-from jaxspec.state import GeneratorState, LearnerState, NetworkState, TrainState
+from jaxspec.state import AbsentNetwork, GeneratorState, LearnerState, NetworkState, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 
 
@@ -31,7 +31,7 @@ def a_state(seed: int = 0) -> TrainState:
     )
     learner = LearnerState(
         policy=policy,
-        draft=None,
+        draft=AbsentNetwork(),
         online=jnp.bool_(True),
         version=jnp.int32(5),
         recompute=jnp.bool_(False),
