@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,11 +22,17 @@ of a shard run in lockstep and hold its experts between them."""
 
 # ---- layouts of weights
 
+LogicalAxes = tuple[str | None, ...]
+"""Name of each dimension of a weight; None for one that is never sharded."""
+LAYERS = "layers"
+"""First axis of the weights of stacked layers, which those of a single layer lack."""
 Rules = Mapping[str, tuple[str, ...]]
-"""Mesh axes that shard each logical axis of weights."""
+"""Mesh axes that shard each logical axis of weights. All rules have the same logical axes."""
 # The loop of a data shard ends when its own rows do, so weights cannot be gathered over `data` in
 # it.
 ROLLOUT_RULES: Rules = {
+    LAYERS: (),
+    "embed": (),
     "experts": (EXPERT,),
     "heads": (TENSOR,),
     "kv_heads": (TENSOR,),
@@ -39,52 +46,92 @@ TRAIN_RULES: Rules = {**ROLLOUT_RULES, "embed": ROWS}
 (FSDP)."""
 
 
-def assign_shardings(
-    mesh: Mesh,
-    tree: Any,
-    axes: Mapping[str, tuple[str | None, ...]],
-    rules: Rules,
-    shard_above: int = 0,
-) -> Any:
+def assign_shardings(mesh: Mesh, tree: Any, rules: Rules, shard_above: int = 0) -> Any:
     """Maps every leaf of `tree` to its sharding.
 
-    Leaves without an entry in `axes`, or of another rank, are replicated. A dimension whose size
+    Weights are flax variables. Their logical axes are stated where they are made, as in
+    `nnx.Param(value, axes=("layers", "embed", "ffn"))`. Moments of an optimizer keep the axes of
+    their weights. Leaves outside variables, such as counts, are replicated. A dimension whose size
     its mesh axes do not divide is sharded over fewer of them.
 
     Args:
       mesh: the mesh to shard over.
       tree: weights, or a tree that contains them, such as an optimizer state.
-      axes: logical axes by attribute name. `.layers.query.value` is looked up as `query`.
       rules: mesh axes of each logical axis.
-      shard_above: leaves with fewer elements are not sharded over the row axes, except experts over
-        `expert`.
+      shard_above: weights with fewer elements are not sharded over the row axes, except experts
+        over `expert`.
+
+    Raises:
+      ValueError: a weight has no logical axes, unknown ones, or not one for each dimension.
     """
 
-    def choose_sharding(path: Any, leaf: Any) -> NamedSharding:
-        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        if names and names[-1] == "value":  # the content of a flax Param
-            names.pop()
-        # Optimizer states hold moments under the names of their weights, so they match too.
-        logical_axes = axes.get(names[-1], ()) if names else ()
-        # Stacked layers have a first axis without a name, which a single layer lacks.
-        if logical_axes[:1] == (None,) and leaf.ndim == len(logical_axes) - 1:
-            logical_axes = logical_axes[1:]
-        if len(logical_axes) != leaf.ndim:
+    def choose_sharding(path: Any, node: Any) -> Any:
+        if not isinstance(node, nnx.Variable):
             return NamedSharding(mesh, P())
-        is_small, free_axes = leaf.size < shard_above, list(mesh.axis_names)
-        entries = []
-        for name, size in zip(logical_axes, leaf.shape, strict=True):
-            # A mesh axis can shard only one dimension of an array.
-            mesh_axes = tuple(axis for axis in rules.get(name or "", ()) if axis in free_axes)
-            if is_small and DATA in mesh_axes:
-                mesh_axes = ()
-            while size % math.prod(mesh.shape[axis] for axis in mesh_axes):
-                mesh_axes = mesh_axes[:-1]
-            free_axes = [axis for axis in free_axes if axis not in mesh_axes]
-            entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
-        return NamedSharding(mesh, P(*entries))
+        # optax leaves a variable empty if another optimizer has its moments.
+        if not jax.tree.leaves(node):
+            return node
+        axes = _require_axes(path, node)
+        is_small = node.size < shard_above
+        spec = _partition_spec(mesh, node.shape, axes, rules, is_small)
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), node)
 
-    return jax.tree_util.tree_map_with_path(choose_sharding, tree)
+    return jax.tree_util.tree_map_with_path(choose_sharding, tree, is_leaf=_is_variable)
+
+
+def logical_axes(weight: nnx.Variable) -> LogicalAxes | None:
+    """Returns the logical axes of a weight, None if it has none."""
+    return weight.get_metadata("axes", None)
+
+
+def require_weights(network: Any) -> None:
+    """Checks that a network consists of weights with logical axes.
+
+    Raises:
+      ValueError: a leaf is no flax variable, or its logical axes are as `assign_shardings` refuses.
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(network, is_leaf=_is_variable):
+        _require_axes(path, node)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _require_axes(path: Any, weight: Any) -> LogicalAxes:
+    """Returns a weight's logical axes, one for each dimension."""
+    axes = logical_axes(weight) if isinstance(weight, nnx.Variable) else None
+    rank = len(weight.shape)
+    # A single layer of a stack lacks its first axis.
+    if axes is not None and axes[:1] == (LAYERS,) and len(axes) == rank + 1:
+        axes = axes[1:]
+    # Otherwise an unknown name would silently leave the weight whole on every device.
+    if axes is None or len(axes) != rank or not {*axes} <= {*TRAIN_RULES, None}:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        raise ValueError(
+            f"the weight {name} of shape {tuple(weight.shape)} has the logical axes {axes}; state"
+            f" {rank} where it is made, nnx.Param(value, axes=...): each is one of"
+            f" {', '.join(TRAIN_RULES)}, or None for a dimension that stays whole"
+        )
+    return axes
+
+
+def _partition_spec(
+    mesh: Mesh, shape: Sequence[int], axes: LogicalAxes, rules: Rules, is_small: bool
+) -> P:
+    """Returns the spec of a weight."""
+    free_axes, entries = list(mesh.axis_names), []
+    for name, size in zip(axes, shape, strict=True):
+        # A mesh axis can shard only one dimension of an array.
+        wanted_axes = () if name is None else rules[name]
+        mesh_axes = tuple(axis for axis in wanted_axes if axis in free_axes)
+        if is_small and DATA in mesh_axes:
+            mesh_axes = ()
+        while size % math.prod(mesh.shape[axis] for axis in mesh_axes):
+            mesh_axes = mesh_axes[:-1]
+        free_axes = [axis for axis in free_axes if axis not in mesh_axes]
+        entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+    return P(*entries)
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:

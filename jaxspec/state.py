@@ -39,7 +39,7 @@ def pytree(cls: type[_T]) -> type[_T]:
     static = [item.name for item in fields if "static" in item.metadata]
 
     def flatten(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        # `mesh.assign_shardings` finds the logical axes of a leaf by attribute names on its path.
+        # Optimizers and files find a leaf by the attribute names on its path.
         children = [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names]
         return children, tuple(getattr(node, name) for name in static)
 

@@ -18,7 +18,6 @@ from jaxspec.inputs.spec import ModelSpec
 from jaxspec.mesh import TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.mtp import Mtp
 from tests.conftest import small_mesh
 
@@ -161,7 +160,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def load(folder: Path, mesh: Any = None, dtype: str = "float32") -> Decoder:
     config = load_policy_config(ModelSpec(path=str(folder), remat=False, dtype=dtype))  # pyright: ignore[reportArgumentType]
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    placed = assign_shardings(mesh or small_mesh(), shapes, LOGICAL_AXES, TRAIN_RULES)
+    placed = assign_shardings(mesh or small_mesh(), shapes, TRAIN_RULES)
     wanted = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,

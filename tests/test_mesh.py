@@ -5,12 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import mesh as meshes
 from jaxspec.mesh import ROWS
+from jaxspec.rl import optimizers
 from tests.conftest import small_mesh, trimmed
 
 
@@ -44,39 +47,22 @@ def test_members_that_hold_experts_are_nearer_than_data_shards() -> None:
 )
 def test_experts_and_rows_share_an_axis(shape: Any, axes: Any, wanted: Any) -> None:
     mesh = small_mesh(2, 2, 2)
-    placed = meshes.assign_shardings(
-        mesh, _One(jnp.zeros(shape)), {"weight": axes}, meshes.TRAIN_RULES
-    )
-    assert trimmed(placed.weight.spec) == wanted
-    alone = meshes.assign_shardings(
-        mesh, _One(jnp.zeros(shape)), {"weight": axes}, meshes.TRAIN_RULES, shard_above=10**6
-    )
+    weight = nnx.Param(jnp.zeros(shape), axes=axes)
+    placed = meshes.assign_shardings(mesh, weight, meshes.TRAIN_RULES)
+    assert trimmed(placed.get_raw_value().spec) == wanted
+    alone = meshes.assign_shardings(mesh, weight, meshes.TRAIN_RULES, shard_above=10**6)
     kept = tuple(axis if axis in ("expert", "tensor") else None for axis in wanted)
-    assert trimmed(alone.weight.spec) == trimmed(P(*kept)), "small ones keep their experts apart"
+    assert trimmed(alone.get_raw_value().spec) == trimmed(P(*kept)), (
+        "small ones keep their experts apart"
+    )
 
 
 def spec_of(
     shape: tuple[int, ...], axes: tuple[str | None, ...], rules: meshes.Rules, **options: Any
 ) -> P:
-    placed = meshes.assign_shardings(
-        small_mesh(4, 2), _One(jnp.zeros(shape)), {"weight": axes}, rules, **options
-    )
-    return placed.weight.spec
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class _One:
-    """A tree with a single attribute, `weight`."""
-
-    def __init__(self, weight: Any):
-        self.weight = weight
-
-    def tree_flatten_with_keys(self) -> tuple[Any, None]:
-        return [(jax.tree_util.GetAttrKey("weight"), self.weight)], None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> "_One":
-        return cls(*children)
+    weight = nnx.Param(jnp.zeros(shape), axes=axes)
+    placed = meshes.assign_shardings(small_mesh(4, 2), weight, rules, **options)
+    return placed.get_raw_value().spec
 
 
 @pytest.mark.parametrize(
@@ -93,14 +79,67 @@ class _One:
             meshes.TRAIN_RULES,
             (None, ROWS, "tensor"),
         ),
-        ((8,), ("embed", "ffn"), meshes.TRAIN_RULES, ()),  # not the rank its entry describes
-        ((8, 6), (), meshes.TRAIN_RULES, ()),
+        (
+            (8, 2, 5),  # one layer of a stack
+            ("layers", "embed", "kv_heads", None),
+            meshes.TRAIN_RULES,
+            (ROWS, "tensor"),
+        ),
+        ((8, 6), (None, None), meshes.TRAIN_RULES, ()),
     ],
 )
 def test_logical_axes_become_mesh_axes_where_they_fit(
     shape: Any, axes: Any, rules: meshes.Rules, wanted: Any
 ) -> None:
     assert trimmed(spec_of(shape, axes, rules)) == wanted
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        None,
+        (),
+        ("embed",),
+        ("layers", "embed", "ffn", None),
+        (None, "embed", "ffn"),  # only `layers` may be absent
+        ("embed", "fnn"),
+    ],
+)
+def test_a_weight_that_does_not_say_its_axes_is_refused(axes: Any) -> None:
+    """It would lie whole on every device, and nothing would tell."""
+    stated = {} if axes is None else {"axes": axes}
+    network = nnx.Dict(first=nnx.Dict(gate=nnx.Param(jnp.zeros((8, 6)), **stated)))
+    message = r"the weight first\.gate of shape \(8, 6\) has the logical axes .* nnx\.Param"
+    with pytest.raises(ValueError, match=message):
+        meshes.assign_shardings(small_mesh(4, 2), network, meshes.ROLLOUT_RULES)
+    with pytest.raises(ValueError, match=message):
+        optimizers.init_state(network, optax.sgd(0.1))
+
+
+def test_a_network_has_no_weights_but_variables() -> None:
+    """An array that is no variable has no axes; counts of optimizers may be such."""
+    network = {"first": nnx.Param(jnp.zeros((8, 6)), axes=("embed", None)), "gate": jnp.zeros(8)}
+    with pytest.raises(ValueError, match=r"the weight gate of shape \(8,\)"):
+        optimizers.init_state(network, optax.sgd(0.1))
+    placed = meshes.assign_shardings(small_mesh(4, 2), network, meshes.TRAIN_RULES)
+    assert placed["gate"].spec == P()
+
+
+@pytest.mark.parametrize("made", [optimizers.adamw, optimizers.muon])
+def test_moments_keep_the_axes_of_their_weights(made: Any) -> None:
+    """Also those of a stack; an optimizer that leaves a weight to another has nothing to place."""
+    layers = nnx.Dict(
+        gate=nnx.Param(jnp.zeros((2, 8, 6)), axes=("layers", "embed", "ffn")),
+        norm=nnx.Param(jnp.zeros((2, 8)), axes=("layers", None)),
+    )
+    state = jax.eval_shape(lambda: optimizers.init_state(layers, made(0.1, 1.0)))
+    placed = meshes.assign_shardings(small_mesh(4, 2), state, meshes.TRAIN_RULES)
+    specs = {
+        (leaf.shape, trimmed(sharding.spec))
+        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True)
+        if leaf.ndim > 1
+    }
+    assert specs == {((2, 8, 6), (None, ROWS, "tensor")), ((2, 8), ())}
 
 
 @pytest.mark.parametrize(("above", "wanted"), [(48, (ROWS, "tensor")), (49, (None, "tensor"))])

@@ -18,7 +18,7 @@ from jaxspec.host.programs import abstract_leaf
 from jaxspec.inputs.checked import CheckedConfig, require, translate_settings
 from jaxspec.inputs.spec import Count, ModelConfig, Natural
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast_floats
+from jaxspec.models.layers import cast_floats
 from jaxspec.preparation.policy import load_with_progress
 from jaxspec.processes.devices import count_devices, describe_machine, prepare_devices
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     mesh = _make_mesh(options)
     # Shapes only: random weights would take the memory that is to be measured.
     shapes = jax.eval_shape(lambda: cast_floats(Decoder(config, jax.random.key(0)), options.dtype))
-    layout = meshes.assign_shardings(mesh, shapes, LOGICAL_AXES, meshes.TRAIN_RULES)
+    layout = meshes.assign_shardings(mesh, shapes, meshes.TRAIN_RULES)
     checkpoint = open_policy_checkpoint(config, jax.tree.map(abstract_leaf, shapes, layout))
     with PeakMemory() as memory:
         start_time = time.perf_counter()

@@ -8,7 +8,6 @@ this deadlock.
 
 # Not `lax.optimization_barrier`: XLA has removed it by the time the program runs.
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,12 +49,10 @@ def signal_ready(leaf: Array, spec: P = REPLICATED) -> ReadySignal:
     return shard_map_tensor(signal_shard, shard_spec, P())(leaf)
 
 
-def signal_all_ready(
-    tree: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]]
-) -> ReadySignal:
+def signal_all_ready(tree: Any, mesh: Mesh) -> ReadySignal:
     """Returns a signal that depends on all leaves.
 
-    `axes` are the logical axes of the leaves, which are sharded by `ROLLOUT_RULES`.
+    They are sharded by `ROLLOUT_RULES`.
     """
 
     def signal_local(tree: Any) -> ReadySignal:
@@ -64,7 +61,7 @@ def signal_all_ready(
             jnp.stack([signal_ready(leaf) for leaf in jax.tree.leaves(tree) if leaf.size])
         )
 
-    layout = assign_shardings(mesh, tree, axes, ROLLOUT_RULES)
+    layout = assign_shardings(mesh, tree, ROLLOUT_RULES)
     specs = jax.tree.map(lambda sharding: sharding.spec, layout)
     return jax.shard_map(
         signal_local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False

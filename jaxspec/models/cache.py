@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels.key_chunks import split_heads
+from jaxspec.mesh import ROWS
 from jaxspec.state import Tree, pytree
 
 LayerIndex = int | Int[Array, ""]
@@ -82,6 +84,12 @@ class KVCache(Tree):
     table: Int[Array, "B N"]
     """Pages of each row, in order of its positions; empty if no table is used."""
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
+
+    def page_specs(self) -> "KVCache":
+        """Returns partition specs that split pages over the row axes."""
+        # Stacked layers come before the pages.
+        specs = map_keys_values(lambda page_axis, _: P(*(None,) * page_axis, ROWS), self)
+        return specs.replace(table=P(ROWS))
 
     @property
     def _values_shape(self) -> tuple[int, ...]:

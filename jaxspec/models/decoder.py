@@ -1,6 +1,6 @@
 """The policy network: a decoder of the Qwen and Llama families."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.segment_attention import attend_segments
 from jaxspec.kernels.visible import causal_mask
+from jaxspec.mesh import LogicalAxes
 from jaxspec.models.attention import attend_cache
 from jaxspec.models.cache import (
     KVCache,
@@ -24,6 +25,7 @@ from jaxspec.models.cache import (
 from jaxspec.models.contiguous import empty_cache
 from jaxspec.models.layers import (
     CastHead,
+    StackInit,
     apply_weight,
     head_logits,
     init_dense,
@@ -78,39 +80,39 @@ class Layers(nnx.Module):
 
     def __init__(self, config: ModelSpec, key: Key[Array, ""], streams: int = 1):
         """Initializes random layers, split evenly over `streams` residual streams."""
-        dtype, depth = master_dtype(config), config.layers
-        keys = iter(jax.random.split(key, 7))
+        dtype, depth, family = master_dtype(config), config.layers, config.family
+        init = StackInit(iter(jax.random.split(key, 7)), depth, dtype)
         d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
         # Keeps the variance of the residual stream independent of depth.
         residual = (2 * depth / streams) ** -0.5
-        self.attention_norm = nnx.Param(jnp.ones((depth, d), dtype))
-        self.query = init_dense(next(keys), (depth, d, n, h), d, dtype)
-        self.key = init_dense(next(keys), (depth, d, m, h), d, dtype)
-        self.value = init_dense(next(keys), (depth, d, m, h), d, dtype)
-        family = config.family
 
         # `nnx.data` marks the attribute as data even if it is None.
-        def init_param(enabled: bool, fill: int, *shape: int) -> Any:
-            return nnx.data(nnx.Param(jnp.full((depth, *shape), fill, dtype)) if enabled else None)
+        def fill_if(enabled: bool, value: int, shape: Sequence[int], axes: LogicalAxes) -> Any:
+            return nnx.data(init.fill(value, shape, axes) if enabled else None)
 
-        self.query_norm = init_param(family.query_key_norm, 1, h)
-        self.key_norm = init_param(family.query_key_norm, 1, h)
-        self.query_bias = init_param(family.attention_bias, 0, n, h)
-        self.key_bias = init_param(family.attention_bias, 0, m, h)
-        self.value_bias = init_param(family.attention_bias, 0, m, h)
-        self.output = init_dense(next(keys), (depth, n, h, d), n * h, dtype, residual)
-        self.output_bias = init_param(family.output_bias, 0, d)
-        self.ffn_norm = nnx.Param(jnp.ones((depth, d), dtype))
+        self.attention_norm = init.fill(1, (d,), (None,))
+        self.query = init.draw((d, n, h), ("embed", "heads", None), d)
+        self.key = init.draw((d, m, h), ("embed", "kv_heads", None), d)
+        self.value = init.draw((d, m, h), ("embed", "kv_heads", None), d)
+        self.query_norm = fill_if(family.query_key_norm, 1, (h,), (None,))
+        self.key_norm = fill_if(family.query_key_norm, 1, (h,), (None,))
+        self.query_bias = fill_if(family.attention_bias, 0, (n, h), ("heads", None))
+        self.key_bias = fill_if(family.attention_bias, 0, (m, h), ("kv_heads", None))
+        self.value_bias = fill_if(family.attention_bias, 0, (m, h), ("kv_heads", None))
+        self.output = init.draw((n, h, d), ("heads", None, "embed"), n * h, residual)
+        self.output_bias = fill_if(family.output_bias, 0, (d,), (None,))
+        self.ffn_norm = init.fill(1, (d,), (None,))
         if family.experts:
             e = family.experts
-            self.router = init_dense(jax.random.fold_in(key, 7), (depth, d, e), d, dtype)
-            self.expert_gate = init_dense(next(keys), (depth, e, d, f), d, dtype)
-            self.expert_up = init_dense(next(keys), (depth, e, d, f), d, dtype)
-            self.expert_down = init_dense(next(keys), (depth, e, f, d), f, dtype, residual)
+            router_init = init._replace(keys=iter([jax.random.fold_in(key, 7)]))
+            self.router = router_init.draw((d, e), ("embed", None), d)
+            self.expert_gate = init.draw((e, d, f), ("experts", "embed", "ffn"), d)
+            self.expert_up = init.draw((e, d, f), ("experts", "embed", "ffn"), d)
+            self.expert_down = init.draw((e, f, d), ("experts", "ffn", "embed"), f, residual)
         else:
-            self.gate = init_dense(next(keys), (depth, d, f), d, dtype)
-            self.up = init_dense(next(keys), (depth, d, f), d, dtype)
-            self.down = init_dense(next(keys), (depth, f, d), f, dtype, residual)
+            self.gate = init.draw((d, f), ("embed", "ffn"), d)
+            self.up = init.draw((d, f), ("embed", "ffn"), d)
+            self.down = init.draw((f, d), ("ffn", "embed"), f, residual)
 
     def select_layer(self, layer: int) -> "Layers":
         """Selects the weights of one layer."""
@@ -208,14 +210,12 @@ class Decoder(nnx.Module):
         dtype = master_dtype(config)
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         self.config = config
-        self.embedding = init_dense(embed_key, (config.vocab, config.embed), config.embed, dtype)
+        v, d = config.vocab, config.embed
+        self.embedding = init_dense(embed_key, (v, d), ("vocab", "embed"), d, dtype)
         self.layers = Layers(config, layers_key)
-        self.norm = nnx.Param(jnp.ones((config.embed,), dtype))
-        self.head = nnx.data(
-            None
-            if config.tied
-            else init_dense(head_key, (config.embed, config.vocab), config.embed, dtype)
-        )
+        self.norm = nnx.Param(jnp.ones((d,), dtype), axes=(None,))
+        head = None if config.tied else init_dense(head_key, (d, v), ("embed", "vocab"), d, dtype)
+        self.head = nnx.data(head)
 
     def __call__(
         self,

@@ -4,7 +4,7 @@ A few layers read the target's taps and the next token's embedding.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
+from jaxspec.mesh import LogicalAxes
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
-from jaxspec.models.layers import AttentionInputs, head_logits, init_dense, rms_norm
+from jaxspec.models.layers import AttentionInputs, StackInit, head_logits, init_dense, rms_norm
 from jaxspec.models.rope import rotary_table
 
 
@@ -62,32 +63,30 @@ class FirstLayer(Layers):
     stack of one layer.
     """
 
-    # The axis of layers lets the weights share the logical axes of `Layers`.
-
     def __init__(self, config: ModelSpec, keys: Iterator[Key[Array, ""]]):
-        dtype, family = master_dtype(config), config.family
+        init, family = StackInit(keys, 1, master_dtype(config)), config.family
         d, n, m, h, f = config.embed, config.heads, config.kv_heads, config.head_size, config.ffn
 
         # `nnx.data` marks the attribute as data even if it is None.
-        def init_param(enabled: bool, fill: int, *shape: int) -> Any:
-            return nnx.data(nnx.Param(jnp.full((1, *shape), fill, dtype)) if enabled else None)
+        def fill_if(enabled: bool, value: int, shape: Sequence[int], axes: LogicalAxes) -> Any:
+            return nnx.data(init.fill(value, shape, axes) if enabled else None)
 
-        self.embedding_norm = nnx.Param(jnp.ones((1, d), dtype))
-        self.hidden_norm = nnx.Param(jnp.ones((1, d), dtype))
-        self.query = init_dense(next(keys), (1, 2 * d, n, h), 2 * d, dtype)
-        self.key = init_dense(next(keys), (1, 2 * d, m, h), 2 * d, dtype)
-        self.value = init_dense(next(keys), (1, 2 * d, m, h), 2 * d, dtype)
-        self.query_norm = init_param(family.query_key_norm, 1, h)
-        self.key_norm = init_param(family.query_key_norm, 1, h)
-        self.query_bias = init_param(family.attention_bias, 0, n, h)
-        self.key_bias = init_param(family.attention_bias, 0, m, h)
-        self.value_bias = init_param(family.attention_bias, 0, m, h)
-        self.output = init_dense(next(keys), (1, n, h, d), n * h, dtype)
-        self.output_bias = init_param(family.output_bias, 0, d)
-        self.ffn_norm = nnx.Param(jnp.ones((1, d), dtype))
-        self.gate = init_dense(next(keys), (1, d, f), d, dtype)
-        self.up = init_dense(next(keys), (1, d, f), d, dtype)
-        self.down = init_dense(next(keys), (1, f, d), f, dtype)
+        self.embedding_norm = init.fill(1, (d,), (None,))
+        self.hidden_norm = init.fill(1, (d,), (None,))
+        self.query = init.draw((2 * d, n, h), ("embed", "heads", None), 2 * d)
+        self.key = init.draw((2 * d, m, h), ("embed", "kv_heads", None), 2 * d)
+        self.value = init.draw((2 * d, m, h), ("embed", "kv_heads", None), 2 * d)
+        self.query_norm = fill_if(family.query_key_norm, 1, (h,), (None,))
+        self.key_norm = fill_if(family.query_key_norm, 1, (h,), (None,))
+        self.query_bias = fill_if(family.attention_bias, 0, (n, h), ("heads", None))
+        self.key_bias = fill_if(family.attention_bias, 0, (m, h), ("kv_heads", None))
+        self.value_bias = fill_if(family.attention_bias, 0, (m, h), ("kv_heads", None))
+        self.output = init.draw((n, h, d), ("heads", None, "embed"), n * h)
+        self.output_bias = fill_if(family.output_bias, 0, (d,), (None,))
+        self.ffn_norm = init.fill(1, (d,), (None,))
+        self.gate = init.draw((d, f), ("embed", "ffn"), d)
+        self.up = init.draw((d, f), ("embed", "ffn"), d)
+        self.down = init.draw((f, d), ("ffn", "embed"), f)
 
 
 class Eagle3(nnx.Module):
@@ -121,36 +120,35 @@ class Eagle3(nnx.Module):
         width = tap_count(head) * target.embed
 
         # `nnx.data` marks the attribute as data even if it is None.
-        def init_param(enabled: bool, *shape: int) -> Any:
-            return nnx.data(nnx.Param(jnp.ones(shape, dtype)) if enabled else None)
+        def init_norm(enabled: bool, *shape: int) -> Any:
+            norm = nnx.Param(jnp.ones(shape, dtype), axes=(None,) * len(shape))
+            return nnx.data(norm if enabled else None)
 
         self.config = dataclasses.replace(config, vocab=target.vocab)
         self.form = head
         self.with_taps = head.use_taps
         self.depth = 1
         self.stack = config.layers
-        fuse = init_dense(next(keys), (width, d), width, dtype)
+        fuse = init_dense(next(keys), (width, d), (None, "embed"), width, dtype)
         self.fuse = nnx.data(fuse if head.use_taps else None)
-        self.taps_norm = init_param(head.norm_before_fuse, width)
-        self.tap_norms = init_param(head.fuse_norms, tap_count(head), target.embed)
+        self.taps_norm = init_norm(head.norm_before_fuse, width)
+        self.tap_norms = init_norm(head.fuse_norms, tap_count(head), target.embed)
         self.first = FirstLayer(config, keys)
         deeper_config = dataclasses.replace(config, layers=max(config.layers - 1, 1))
         self.layers = nnx.data(
             Layers(deeper_config, jax.random.fold_in(key, 9)) if config.layers > 1 else None
         )
-        self.norm = nnx.Param(jnp.ones((d,), dtype))
-        self.head = init_dense(next(keys), (d, vocab or target.vocab), d, dtype)
-        embedding = (
-            DraftEmbedding(
-                init_dense(jax.random.fold_in(key, 10), (target.vocab, d), d, dtype)[...]
-            )
-            if head.own_embedding
-            else None
-        )
+        self.norm = nnx.Param(jnp.ones((d,), dtype), axes=(None,))
+        head_shape = d, vocab or target.vocab
+        self.head = init_dense(next(keys), head_shape, ("embed", "vocab"), d, dtype)
+        embedding = None
+        if head.own_embedding:
+            axes, embedding_key = ("vocab", "embed"), jax.random.fold_in(key, 10)
+            table = init_dense(embedding_key, (target.vocab, d), axes, d, dtype)
+            embedding = DraftEmbedding(table[...], axes=axes)
         self.embedding = nnx.data(embedding)
-        self.vocabulary = nnx.data(
-            VocabularyMap(jnp.arange(vocab, dtype=jnp.int32)) if vocab else None
-        )
+        ids = jnp.arange(vocab, dtype=jnp.int32)
+        self.vocabulary = nnx.data(VocabularyMap(ids, axes=(None,)) if vocab else None)
 
     def embed_tokens(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Embeds tokens.
@@ -270,7 +268,7 @@ def with_vocabulary(network: Eagle3, ids: np.ndarray) -> Eagle3:
     # Only the map changes. It keeps the sharding of the old one.
     def replace_map(leaf: nnx.Variable) -> nnx.Variable:
         return (
-            VocabularyMap(jax.device_put(ids.astype(np.int32), leaf[...].sharding))
+            leaf.copy(jax.device_put(ids.astype(np.int32), leaf[...].sharding))
             if isinstance(leaf, VocabularyMap)
             else leaf
         )

@@ -1,6 +1,6 @@
-"""Building blocks of networks, and their logical axes."""
+"""Building blocks of networks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,31 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from jaxspec.kernels.cpu_layouts import is_wide, layout_product, plain_product
-
-LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
-    "embedding": ("vocab", "embed"),
-    "head": ("embed", "vocab"),
-    "query": (None, "embed", "heads", None),
-    "key": (None, "embed", "kv_heads", None),
-    "value": (None, "embed", "kv_heads", None),
-    "output": (None, "heads", None, "embed"),
-    "gate": (None, "embed", "ffn"),
-    "up": (None, "embed", "ffn"),
-    "down": (None, "ffn", "embed"),
-    "query_bias": (None, "heads", None),
-    "key_bias": (None, "kv_heads", None),
-    "value_bias": (None, "kv_heads", None),
-    "router": (None, "embed", None),
-    "expert_gate": (None, "experts", "embed", "ffn"),
-    "expert_up": (None, "experts", "embed", "ffn"),
-    "expert_down": (None, "experts", "ffn", "embed"),
-    "fuse": (None, "embed"),
-    "project": (None, None, "embed"),
-}
-"""Logical axes of each sharded weight, by attribute name.
-
-The first axis of a layer's weights is the index of the layer.
-"""
+from jaxspec.mesh import LAYERS, LogicalAxes, logical_axes
 
 
 class AttentionInputs(NamedTuple):
@@ -70,7 +46,8 @@ class CastHead(nnx.Module):
         """Casts `master`: [V, D] with `by_rows`, else [D, V]."""
         self.master, self.by_rows = master, by_rows
         # Gradients go to the master through `_cast_logits`, so the cast itself needs none.
-        self.cast = nnx.Variable(jax.lax.stop_gradient(master[...]).astype(dtype))
+        cast = jax.lax.stop_gradient(master[...]).astype(dtype)
+        self.cast = nnx.Variable(cast, axes=logical_axes(master))
 
 
 Weight = nnx.Variable | LowRankWeight
@@ -150,13 +127,44 @@ def cast_floats(network: Any, dtype: Any) -> Any:
 
 
 def init_dense(
-    key: Key[Array, ""], shape: Sequence[int], fan_in: int, dtype: jnp.dtype, scale: float = 1.0
+    key: Key[Array, ""],
+    shape: Sequence[int],
+    axes: LogicalAxes,
+    fan_in: int,
+    dtype: jnp.dtype,
+    scale: float = 1.0,
 ) -> nnx.Param:
-    """Draws a normal weight.
+    """Draws a normal weight with the given logical axes.
 
     Its standard deviation is `scale / sqrt(fan_in)`.
     """
-    return nnx.Param(jax.random.normal(key, tuple(shape), dtype) * (scale * fan_in**-0.5))
+    value = jax.random.normal(key, tuple(shape), dtype) * (scale * fan_in**-0.5)
+    return nnx.Param(value, axes=axes)
+
+
+class StackInit(NamedTuple):
+    """Initializer of the weights of stacked layers.
+
+    Shapes and logical axes are those of a single layer.
+    """
+
+    keys: Iterator[Key[Array, ""]]
+    """Keys of the drawn weights, in order."""
+    depth: int
+    """Number of layers."""
+    dtype: jnp.dtype
+
+    def draw(
+        self, shape: Sequence[int], axes: LogicalAxes, fan_in: int, scale: float = 1.0
+    ) -> nnx.Param:
+        """Draws a normal weight, like `init_dense`."""
+        stack = (self.depth, *shape), (LAYERS, *axes)
+        return init_dense(next(self.keys), *stack, fan_in, self.dtype, scale)
+
+    def fill(self, value: int, shape: Sequence[int], axes: LogicalAxes) -> nnx.Param:
+        """Makes a constant weight."""
+        stack = jnp.full((self.depth, *shape), value, self.dtype)
+        return nnx.Param(stack, axes=(LAYERS, *axes))
 
 
 def rms_norm(

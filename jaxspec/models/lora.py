@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Key
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import format_value
 from jaxspec.inputs.spec import LoraConfig, ModelSpec
+from jaxspec.mesh import logical_axes
 from jaxspec.models.decoder import Decoder, master_dtype
-from jaxspec.models.layers import LOGICAL_AXES, LowRankWeight, cast_floats
+from jaxspec.models.layers import LowRankWeight, cast_floats
 
 
 class AdapterTarget(NamedTuple):
@@ -30,6 +31,11 @@ class AdapterTarget(NamedTuple):
         """Number of input axes of the weight."""
         # Axes of `a` are the layers, the inputs and R.
         return self.equation.index("R") - 1
+
+    @property
+    def axis_count(self) -> int:
+        """Number of axes of the weight, with that of the layers."""
+        return len(self.equation.split("->")[1])
 
 
 TARGETS = {
@@ -49,22 +55,6 @@ WeightChanges = dict[str, tuple[Array | np.ndarray, ...]]
 
 They are stacked like `Layers`, and padded to the largest rank. Layers without adapters have zeros.
 """
-
-
-def _adapter_axes(name: str, target: AdapterTarget) -> dict[str, tuple[str | None, ...]]:
-    """Returns the logical axes of a target's adapters."""
-    axes = LOGICAL_AXES[target.weight]
-    input_end = 1 + target.input_axes
-    return {f"{name}_a": (*axes[:input_end], None), f"{name}_b": (axes[0], None, *axes[input_end:])}
-
-
-# Adapters are sharded like their weight, so that a device computes the change of its own shard.
-ADAPTER_AXES = {
-    name: axes
-    for target in TARGETS
-    for name, axes in _adapter_axes(target, TARGETS[target]).items()
-}
-"""Logical axes of all adapters."""
 
 
 class FrozenWeight(nnx.Variable):
@@ -87,8 +77,11 @@ class Adapters(nnx.Module):
             bound = float(np.prod(inputs)) ** -0.5
             a = jax.random.uniform(adapter_key, (depth, *inputs, rank), dtype, -bound, bound)
             b = jnp.zeros((depth, rank, *outputs), dtype)
-            setattr(self, f"{name}_a", nnx.Param(a))
-            setattr(self, f"{name}_b", nnx.Param(b))
+            # Sharded like their weight, so that a device computes the change of its own shard.
+            axes = getattr(base.layers, TARGETS[name].weight).axes
+            input_end = 1 + TARGETS[name].input_axes
+            setattr(self, f"{name}_a", nnx.Param(a, axes=(*axes[:input_end], None)))
+            setattr(self, f"{name}_b", nnx.Param(b, axes=(axes[0], None, *axes[input_end:])))
 
 
 class AdaptedDecoder(nnx.Module):
@@ -162,7 +155,7 @@ def merge_lora(network: Decoder | AdaptedDecoder, key: Key[Array, ""] | None = N
             merged_weight = round_stochastically(
                 merged_weight, weight.dtype, jax.random.fold_in(key, index)
             )
-        setattr(decoder.layers, TARGETS[name].weight, nnx.Param(merged_weight))
+        _replace_weight(decoder, name, merged_weight)
     return decoder
 
 
@@ -233,7 +226,7 @@ def attach_lora(network: Decoder | AdaptedDecoder) -> Decoder:
 def _convert_variables(kind: type[nnx.Variable], network: Decoder) -> Decoder:
     """Copies a decoder, converting its variables to `kind`."""
     return jax.tree.map(
-        lambda variable: kind(variable[...]),
+        lambda variable: kind(variable[...], axes=logical_axes(variable)),
         network,
         is_leaf=lambda node: isinstance(node, nnx.Variable),
     )
@@ -247,7 +240,14 @@ def _add_adapter(
     weight = getattr(decoder.layers, target.weight)[...]
     # Scales layer by layer, as each may have its own scale.
     change = jnp.einsum(target.equation, a, b) * scale.reshape(-1, *(1,) * (weight.ndim - 1))
-    setattr(decoder.layers, target.weight, nnx.Param(weight + change.astype(weight.dtype)))
+    _replace_weight(decoder, name, weight + change.astype(weight.dtype))
+
+
+def _replace_weight(decoder: Decoder, name: str, value: Array) -> None:
+    """Replaces the value of a target's weight in place."""
+    attribute = TARGETS[name].weight
+    axes = logical_axes(getattr(decoder.layers, attribute))
+    setattr(decoder.layers, attribute, nnx.Param(value, axes=axes))
 
 
 def axis_sizes(decoder: Decoder, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

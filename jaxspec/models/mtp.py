@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder, Layers, finish_layer, master_dtype, project_heads
-from jaxspec.models.layers import AttentionInputs, init_dense, rms_norm
+from jaxspec.models.layers import AttentionInputs, StackInit, rms_norm
 from jaxspec.models.rope import rotary_table
 
 
@@ -49,11 +49,12 @@ class Mtp(nnx.Module):
         self.config = dataclasses.replace(config, layers=layers)
         self.depth = layers
         self.embedding_first = embedding_first
-        self.embedding_norm = nnx.Param(jnp.ones((layers, d), dtype))
-        self.hidden_norm = nnx.Param(jnp.ones((layers, d), dtype))
-        self.project = init_dense(project_key, (layers, 2 * d, d), 2 * d, dtype)
+        init = StackInit(iter([project_key]), layers, dtype)
+        self.embedding_norm = init.fill(1, (d,), (None,))
+        self.hidden_norm = init.fill(1, (d,), (None,))
+        self.project = init.draw((2 * d, d), (None, "embed"), 2 * d)
         self.layers = Layers(self.config, layers_key, streams=layers)
-        self.norm = nnx.Param(jnp.ones((layers, d), dtype))
+        self.norm = init.fill(1, (d,), (None,))
 
     def embed_tokens(self, target: Decoder, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Looks up tokens in the target's embedding."""

@@ -20,9 +20,15 @@ from jaxspec.kernels.cpu_layouts import (
     split_weight,
     transpose_weight,
 )
-from jaxspec.mesh import ROLLOUT_RULES, TENSOR, assign_shardings, keep_row_axes
+from jaxspec.mesh import (
+    LAYERS,
+    ROLLOUT_RULES,
+    TENSOR,
+    assign_shardings,
+    keep_row_axes,
+    logical_axes,
+)
 from jaxspec.models.decoder import Decoder, Layers
-from jaxspec.models.layers import LOGICAL_AXES
 
 _INPUT_AXES = {"qkv": 1, "output": 2, "gate_up": 1, "down": 1}
 """Number of axes that each product of a layer sums over."""
@@ -85,7 +91,7 @@ def shard_specs(mesh: Mesh, networks: Any) -> Any:
 
     Generation splits experts only. Every shard has all other weights.
     """
-    sharding_tree = assign_shardings(mesh, networks, LOGICAL_AXES, ROLLOUT_RULES)
+    sharding_tree = assign_shardings(mesh, networks, ROLLOUT_RULES)
     return jax.tree.map(lambda sharding: keep_row_axes(sharding.spec), sharding_tree)
 
 
@@ -119,7 +125,7 @@ def pad_vocabulary(network: Any, mesh: Mesh) -> Any:
         # full weight.
         full_weight = jax.lax.with_sharding_constraint(weight[...], NamedSharding(mesh, P()))
         widths = [(0, padding if dimension == axis else 0) for dimension in range(full_weight.ndim)]
-        return nnx.Param(jnp.pad(full_weight, widths))
+        return nnx.Param(jnp.pad(full_weight, widths), axes=logical_axes(weight))
 
     def pad_node(node: Any) -> Any:
         padding = -node.config.vocab % mesh.shape[TENSOR] if isinstance(node, Decoder) else 0
@@ -145,9 +151,8 @@ def _fuse_layers(layers: Layers, layout: WeightLayout) -> Layers:
         """Joins [..., N, H] and two [..., M, H] to [..., M, R + 2, H]."""
         # Grouped by KV head, so that `tensor` splits queries together with their keys and values.
         grouped = query[...].reshape(*query.shape[:-2], kv_heads, -1, query.shape[-1])
-        return nnx.Param(
-            jnp.concatenate([grouped, key[...][..., None, :], value[...][..., None, :]], axis=-2)
-        )
+        joined = jnp.concatenate([grouped, key[...][..., None, :], value[...][..., None, :]], -2)
+        return nnx.Param(joined, axes=(*key.axes[:-1], None, key.axes[-1]))
 
     layers.qkv = group_by_kv_head(layers.query, layers.key, layers.value)
     if layers.query_bias is not None:
@@ -155,9 +160,8 @@ def _fuse_layers(layers: Layers, layout: WeightLayout) -> Layers:
     if layers.query_norm is not None and layers.key_norm is not None:
         # One norm weight per head, because queries and keys are normalized at once.
         queries = jnp.repeat(layers.query_norm[...][:, None], layers.qkv.shape[-2] - 2, axis=1)
-        layers.qk_norm = nnx.Param(
-            jnp.concatenate([queries, layers.key_norm[...][:, None]], axis=1)
-        )
+        norms = jnp.concatenate([queries, layers.key_norm[...][:, None]], axis=1)
+        layers.qk_norm = nnx.Param(norms, axes=(LAYERS, None, None))
     for name in (
         "query",
         "key",
@@ -170,7 +174,8 @@ def _fuse_layers(layers: Layers, layout: WeightLayout) -> Layers:
     ):
         setattr(layers, name, nnx.data(None))
     if hasattr(layers, "gate"):
-        layers.gate_up = nnx.Param(jnp.stack([layers.gate[...], layers.up[...]], axis=2))
+        gate_up = jnp.stack([layers.gate[...], layers.up[...]], axis=2)
+        layers.gate_up = nnx.Param(gate_up, axes=(LAYERS, "embed", None, "ffn"))
         for name in ("gate", "up"):
             setattr(layers, name, nnx.data(None))
     for name, inputs in _INPUT_AXES.items():
@@ -181,13 +186,19 @@ def _fuse_layers(layers: Layers, layout: WeightLayout) -> Layers:
 
 def _convert_weight(
     weight: nnx.Param, name: str, lead_axes: int, input_axes: int, layout: WeightLayout
-) -> nnx.Param:
+) -> nnx.Variable:
     """Converts one weight [lead, *in, *out]."""
     if name in layout.transposed:
-        return transpose_weight(weight, lead_axes, input_axes)
-    if name in layout.split:
-        return split_weight(weight, lead_axes, input_axes)
-    return block_weight(weight, lead_axes, input_axes) if name in layout.blocked else weight
+        converted = transpose_weight(weight, lead_axes, input_axes)
+    elif name in layout.split:
+        converted = split_weight(weight, lead_axes, input_axes)
+    elif name in layout.blocked:
+        converted = block_weight(weight, lead_axes, input_axes)
+    else:
+        return weight
+    # These layouts are for shards of a single device, which split no dimension.
+    whole_axes = (None,) * (converted.ndim - lead_axes)
+    return converted.copy(axes=(*weight.axes[:lead_axes], *whole_axes))
 
 
 def _unroll_decoder(decoder: Decoder, layout: WeightLayout) -> Decoder:

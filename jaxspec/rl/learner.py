@@ -21,8 +21,8 @@ from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
 from jaxspec.mesh import row_shard_count
 from jaxspec.metrics.mean import Mean, Metrics, as_means
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast_floats
-from jaxspec.models.lora import ADAPTER_AXES, AdaptedDecoder
+from jaxspec.models.layers import cast_floats
+from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.accumulate import Passes, order_batch_after
 from jaxspec.rl.batch_sums import BatchCounts, BatchSums
@@ -117,9 +117,7 @@ class Learner:
 
         Weights are split over all mesh axes (ZeRO-3), small ones over `tensor` only.
         """
-        return meshes.assign_shardings(
-            self.mesh, tree, LOGICAL_AXES | ADAPTER_AXES, meshes.TRAIN_RULES, self.shard_above
-        )
+        return meshes.assign_shardings(self.mesh, tree, meshes.TRAIN_RULES, self.shard_above)
 
     def init_state(
         self, policy: Decoder | AdaptedDecoder, draft: PyTree, online: bool

@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.mesh import require_weights
 from jaxspec.models import layers
-from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import TARGETS
 from jaxspec.state import NetworkState, PyTree
 
@@ -129,7 +129,7 @@ def _build_matrix_axes() -> dict[str, optax.contrib.MuonDimensionNumbers]:
     )
     for name, target in TARGETS.items():
         input_end = 1 + target.input_axes
-        axis_count = len(LOGICAL_AXES[target.weight])
+        axis_count = target.axis_count
         axes[target.weight] = tuple(range(1, input_end)), tuple(range(input_end, axis_count))
         axes[f"{name}_a"] = tuple(range(1, input_end)), (input_end,)
         axes[f"{name}_b"] = (1,), tuple(range(2, 2 + axis_count - input_end))
@@ -307,7 +307,14 @@ def replace_parameters(network: PyTree, weights: PyTree) -> PyTree:
 
 
 def init_state(network: PyTree, optimizer: optax.GradientTransformation) -> NetworkState:
-    """Initializes a network's training state. The optimizer covers trained weights only."""
+    """Initializes a network's training state.
+
+    The optimizer covers trained weights only.
+
+    Raises:
+      ValueError: A weight has no logical axes.
+    """
+    require_weights(network)
     # Two buffers, since one could not be donated twice.
     skipped, skipped_in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return NetworkState(

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
-from jaxspec.mesh import max_over_experts
+from jaxspec.mesh import ROWS, max_over_experts
 from jaxspec.models.cache import KVCache, no_table
 from jaxspec.rollout.pages import Pages
 from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, pytree
@@ -118,6 +119,17 @@ class DecodeState(Tree):
     length."""
     stop_state: Int[Array, " R"]
     """Stop-string automaton state of each row. Constant without stop strings."""
+
+
+def row_specs(state: DecodeState) -> PyTree:
+    """Returns partition specs over the row axes."""
+    # Caches have an axis of pages. All other fields begin with rows, slots, prompts or owners of
+    # pages, or with a single entry that each shard has for itself.
+    return jax.tree.map(
+        lambda node: node.page_specs() if isinstance(node, KVCache) else P(ROWS),
+        state,
+        is_leaf=lambda node: isinstance(node, KVCache),
+    )
 
 
 def slot_count(state: DecodeState) -> int:

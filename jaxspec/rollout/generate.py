@@ -22,6 +22,7 @@ from jaxspec.models.weight_layout import shard_specs
 from jaxspec.rollout.decode_state import (
     DecodeState,
     pages_may_run_out,
+    row_specs,
     slot_count,
 )
 from jaxspec.rollout.loops import build_loops, has_unfinished_rows, run_loops
@@ -156,11 +157,11 @@ def begin_sharded(
             else leaf
         )
 
-    # The specs depend on the rank of each leaf of one shard's state.
+    # Only caches know whether their layers are stacked.
     state = jax.eval_shape(
         run_shard, target, drafter, *jax.tree.map(shard_shape, (prompts, prompt_numbers)), key
     )
-    return shard_map_rows(mesh, run_shard, inputs, _state_specs(state))(
+    return shard_map_rows(mesh, run_shard, inputs, row_specs(state))(
         target, drafter, prompts, prompt_numbers, key
     )
 
@@ -181,7 +182,7 @@ def advance_sharded(
     ) -> DecodeState:
         return advance(target, drafter, draft, state, max_rounds, settings)
 
-    specs, networks = _state_specs(state), shard_specs(mesh, (target, drafter))
+    specs, networks = row_specs(state), shard_specs(mesh, (target, drafter))
     return shard_map_rows(mesh, run_shard, (*networks, specs, P()), specs)(
         target, drafter, state, max_rounds
     )
@@ -193,9 +194,3 @@ def _begin_inputs(mesh: Mesh, networks: PyTree, prompts: Prompts) -> tuple[Any, 
     # of rows depend on it, so that tokens do not depend on the mesh.
     prompt_numbers = jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
     return (*shard_specs(mesh, networks), prompt_specs, P(ROWS), P()), prompt_numbers
-
-
-def _state_specs(state: DecodeState) -> PyTree:
-    """Returns the partition specs of a state."""
-    # The axis of rows or pages is second in caches of stacked layers, and first elsewhere.
-    return jax.tree.map(lambda leaf: P(None, ROWS) if leaf.ndim == 5 else P(ROWS), state)

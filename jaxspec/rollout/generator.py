@@ -5,7 +5,7 @@ All settings of a run that it needs are fixed when it is built.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from jaxspec.mesh import (
     row_shard_count,
 )
 from jaxspec.metrics.mean import Mean, Metrics
-from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.weight_layout import (
     WeightLayout,
     apply_layout,
@@ -232,12 +231,12 @@ class Generator:
 
         The weights must be on this generator's mesh.
         """
-        networks = to_rollout_layout((exported.policy, exported.draft), self.mesh, LOGICAL_AXES)
+        networks = to_rollout_layout((exported.policy, exported.draft), self.mesh)
         version = exported.version
         # Prefill does not read all weights. Without this order, its collectives could run in
         # parallel with those that gather the other weights.
         if needs_ordering(self.mesh):
-            version = order_after(version, [signal_all_ready(networks, self.mesh, LOGICAL_AXES)])
+            version = order_after(version, [signal_all_ready(networks, self.mesh)])
         target, network = map(apply_layout, networks, self.weight_layouts)
         factor_index = draft_temperature.choose_factors(state.overlap_by_factor, self.settings.grid)
         drafter = Drafter(network=network, factor_index=factor_index, chooser=state.chooser)
@@ -369,12 +368,10 @@ class Generator:
         )
 
 
-def to_rollout_layout(weights: Any, mesh: Mesh, axes: Mapping[str, tuple[str | None, ...]]) -> Any:
+def to_rollout_layout(weights: Any, mesh: Mesh) -> Any:
     """Constrains every weight to the rollout layout.
 
     Inside a jit this is one all-gather for each sharded weight.
     """
     weights = pad_vocabulary(weights, mesh)
-    return jax.lax.with_sharding_constraint(
-        weights, assign_shardings(mesh, weights, axes, ROLLOUT_RULES)
-    )
+    return jax.lax.with_sharding_constraint(weights, assign_shardings(mesh, weights, ROLLOUT_RULES))

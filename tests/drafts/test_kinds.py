@@ -12,11 +12,18 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TOY = '''"""A toy: the row's last token again."""
+TOY = '''"""A toy: the likeliest token after the last one, by a table that repeats it at first."""
 
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
-from jaxspec.drafts.base import Draft, Kind, Proposal
+from jaxspec.drafts.base import Draft, DraftFiles, Kind, Learned, Proposal, Unroll
+
+
+class Table(nnx.Module):
+    def __init__(self, vocab):
+        self.table = nnx.Param(jnp.eye(vocab), axes=("vocab", None))
 
 
 def _repeat(spec, stop_ids):
@@ -24,7 +31,8 @@ def _repeat(spec, stop_ids):
 
     def propose(network, target, state, cache, context, sample, length):
         last = context.tokens_at(context.lengths[:, None] - 1)
-        tokens = jnp.broadcast_to(last, (len(last), length))
+        following = jnp.argmax(network.table[...][last], axis=-1).astype(last.dtype)
+        tokens = jnp.broadcast_to(following, (len(last), length))
         lengths = jnp.full(len(last), length, jnp.int32)
         return state, cache, Proposal(tokens=tokens, logits=None, lengths=lengths)
 
@@ -41,8 +49,36 @@ def _repeat(spec, stop_ids):
     )
 
 
-REPEAT = Kind(build=_repeat)
+def _export(network, export):
+    table = np.asarray(network.table[...], export.dtype)
+    return DraftFiles({}, [("table", table.nbytes, lambda: table)])
+
+
+REPEAT = Kind(
+    build=_repeat,
+    learned=Learned(
+        decoder_spec=lambda spec: spec.policy,
+        init_network=lambda spec, key: Table(spec.policy.vocab),
+        check_spec=lambda spec: None,
+        size_pairs=lambda network, policy: {"vocabulary": (len(network.table[...]), policy.vocab)},
+        block_size=lambda length: 1,
+        unroll=Unroll(
+            depth_count=lambda steps: 1,
+            min_context=lambda depths: jnp.zeros((1,), jnp.int32),
+            hidden_states=lambda network, target, forward, pack, depths: (
+                network.table[...][pack.tokens][:, :, None]
+            ),
+            logits=lambda network, target, hidden: hidden,
+            vocabulary=lambda network: None,
+        ),
+        resolve_spec=lambda spec, folder, log: spec,
+        check_files=lambda spec, folder, tokens: None,
+        load_network=lambda spec, folder, shapes: None,
+        export_files=_export,
+    ),
+)
 '''
+AXES = ', axes=("vocab", None)'
 NAMES = (
     'Literal["eagle3", "mtp", "model", "ngram", "history", "none"]',
     'Literal["eagle3", "mtp", "model", "ngram", "history", "repeat", "none"]',
@@ -135,6 +171,22 @@ def test_every_program_knows_it(package: Path) -> None:
         package,
         *["jaxspec.sample", "--checkpoint", "none", "--prompt", "1+1=", "--draft.kind", "mtp"],
     )
-    assert "possible are none, ngram, history and repeat" in other.stderr
+    assert "possible are none, ngram and history" in other.stderr, "the toy has weights"
     exported = run(package, *["jaxspec.export", "--checkpoint", "repeat", "--out", "exported"])
     assert exported.returncode == 0, exported.stderr
+
+
+@pytest.mark.usefixtures("answers")
+def test_a_weight_of_a_new_kind_says_its_axes(package: Path) -> None:
+    """Where it is made; without them the run ends before anything is compiled."""
+    toy = package / "jaxspec/drafts/repeat.py"
+    assert TOY.count(AXES) == 1
+    toy.write_text(TOY.replace(AXES, ""))
+    try:
+        words = "--workdir refused --rollout.draft.kind repeat --offline.steps 0"
+        done = run(package, *f"jaxspec.train --config rl_zero.py {words} {SMALL}".split())
+    finally:
+        toy.write_text(TOY)
+    assert done.returncode != 0
+    assert "the weight table of shape" in done.stderr
+    assert "state 2 where it is made" in done.stderr

@@ -14,7 +14,6 @@ from jaxspec.inputs.json_keys import read_json
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.mesh import TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
 from tests.conftest import small_mesh, tiny_model
 
 MODEL = tiny_model(dtype="float32")
@@ -36,7 +35,7 @@ def split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def shapes_of(config: ModelSpec, data: int = 1, tensor: int = 1) -> Any:
     shapes = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    placed = assign_shardings(small_mesh(data, tensor), shapes, LOGICAL_AXES, TRAIN_RULES)
+    placed = assign_shardings(small_mesh(data, tensor), shapes, TRAIN_RULES)
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxspec.config.settings import LoraConfig
 from jaxspec.inputs.spec import ModelSpec
@@ -36,7 +35,7 @@ def adapted(
         setattr(
             network.adapters,
             f"{name}_b",
-            nnx.Param(jnp.asarray(noise * random.normal(size=old.shape), old.dtype)),
+            old.copy(jnp.asarray(noise * random.normal(size=old.shape), old.dtype)),
         )
     return network
 

@@ -12,7 +12,6 @@ import pytest
 from jaxspec.inputs.spec import FamilySpec
 from jaxspec.mesh import ROWS, TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.mtp import Mtp
 from tests.conftest import small_mesh, tiny_model, tiny_network, trimmed
 from tests.dense import attend, up_to_position
@@ -106,7 +105,7 @@ def test_only_differences_of_positions_matter() -> None:
 def test_every_matrix_is_sharded_and_every_norm_whole() -> None:
     """Train layout of the stacked weights, by attribute name."""
     mtp = network(2, kv_heads=4)
-    layout = assign_shardings(small_mesh(4, 2), mtp, LOGICAL_AXES, TRAIN_RULES)
+    layout = assign_shardings(small_mesh(4, 2), mtp, TRAIN_RULES)
     found = {
         name: trimmed(operator.attrgetter(name)(layout).get_raw_value().spec)
         for name in numpy_weights(mtp)

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from jaxspec.inputs.spec import FamilySpec, LoraConfig
 from jaxspec.mesh import ROWS, TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import Eagle3, with_vocabulary
-from jaxspec.models.layers import LOGICAL_AXES
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
 from jaxspec.rl.optimizers import DEFAULT_ADAM
@@ -155,7 +153,7 @@ def test_muon_orthogonalises_every_matrix_by_itself_and_leaves_the_rest_to_adamw
 
     def updated(optimizer: optax.GradientTransformation) -> Any:
         state = start(policy, optimizer)
-        state = jax.device_put(state, assign_shardings(mesh, state, LOGICAL_AXES, TRAIN_RULES))
+        state = jax.device_put(state, assign_shardings(mesh, state, TRAIN_RULES))
         update = jax.jit(
             lambda state, slope: optimizers.apply_update(state, slope, jnp.ones(()), optimizer)[0]
         )
@@ -225,7 +223,7 @@ def test_frozen_weights_stay_and_the_others_move_as_without_them(made: Any) -> N
     )
     gradients = jax.tree.map(lambda leaf: 0.1 * jnp.cos(leaf), weights)
     quiet = jax.tree.map(lambda leaf: leaf, gradients)
-    quiet.layers.router = nnx.Param(jnp.zeros_like(quiet.layers.router[...]))
+    quiet.layers.router = jax.tree.map(jnp.zeros_like, quiet.layers.router)
     rate = optimizers.warmup_schedule("constant", 0.1, 1, 9)
     plain, frozen = (
         made(rate, 0.5, 0.3),
@@ -346,7 +344,7 @@ def test_a_vocabulary_map_is_neither_differentiated_nor_updated() -> None:
     assert len(jax.tree.leaves(learner.network)) == 14
     # both moments of every weight, and the count
     assert len(jax.tree.leaves(learner.optimizer)) == 2 * 13 + 1
-    layout = assign_shardings(small_mesh(4, 2), abstract, LOGICAL_AXES, TRAIN_RULES)
+    layout = assign_shardings(small_mesh(4, 2), abstract, TRAIN_RULES)
     found = {
         str(path[-2]): trimmed(spec.spec)
         for path, spec in jax.tree_util.tree_leaves_with_path(layout.network)

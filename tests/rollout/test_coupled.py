@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec.drafts.base import PLAIN
 from jaxspec.drafts.recurrent import recurrent_draft
+from jaxspec.models.cache import map_keys_values
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.generate import advance, begin, collect
 from jaxspec.rollout.settings import Settings
@@ -98,8 +99,7 @@ def test_permuted_rows_stay_themselves(kind: str) -> None:
     order = np.random.default_rng(0).permutation(8)
     rows = (order[:, None] * GROUP + np.arange(GROUP)).reshape(-1)
 
-    def moved(leaf: jax.Array) -> jax.Array:
-        axis = int(leaf.ndim == 5)  # layers that are stacked come before rows
+    def moved(leaf: jax.Array, axis: int = 0) -> jax.Array:
         return (
             leaf
             if leaf.size == 0
@@ -118,9 +118,12 @@ def test_permuted_rows_stay_themselves(kind: str) -> None:
             chosen,
         )
         if permute:  # a slot keeps its number, and gets all that belongs to another row
-            names = ("rollout", "keys", "caches", "draft")
+            names = ("rollout", "keys", "draft")
             state = state.replace(
-                **{name: jax.tree.map(moved, getattr(state, name)) for name in names}
+                caches=state.caches.map(
+                    lambda cache: map_keys_values(lambda axis, pool: moved(pool, axis), cache)
+                ),
+                **{name: jax.tree.map(moved, getattr(state, name)) for name in names},
             )
         return collect(advance(pair[0], drafter(pair[1], draft), draft, state, 100, chosen))
 

@@ -3,8 +3,16 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jaxspec.rollout.decode_state import DecodeState, pages_may_run_out, rows_may_wait
+from jaxspec.mesh import ROWS
+from jaxspec.models.weight_layout import WeightLayout, apply_layout
+from jaxspec.rollout.decode_state import (
+    DecodeState,
+    pages_may_run_out,
+    row_specs,
+    rows_may_wait,
+)
 from jaxspec.rollout.generate import begin
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.modes import Matching
@@ -31,8 +39,11 @@ SETTINGS = {
 }
 
 
-def begun(settings: Settings) -> DecodeState:
-    target = plain()[0]
+STACKED, UNROLLED = WeightLayout(), WeightLayout(fused=True, unrolled=True)
+
+
+def begun(settings: Settings, layout: WeightLayout = STACKED) -> DecodeState:
+    target = apply_layout(plain()[0], layout)
     draft, network = draft_of("eagle3", 3), network_of("eagle3", 0.8)
     given = drafter(network, draft, lengths=settings.lengths)
     return jax.eval_shape(
@@ -57,3 +68,16 @@ def test_every_part_is_always_there() -> None:
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("name", ["a slot for each row", "pages for all"])
+def test_pages_are_split_after_the_layers_and_all_else_by_its_first_axis(name: str) -> None:
+    """By what a cache says of itself: no other state of five axes is taken for one."""
+    for layout, pages in ((STACKED, P(None, ROWS)), (UNROLLED, P(ROWS))):
+        state = begun(SETTINGS[name], layout)
+        deep = {"draft": jax.ShapeDtypeStruct((8, 1, 1, 1, 1), "float32")}
+        specs = row_specs(state.replace(**deep))
+        assert {*jax.tree.leaves(specs.caches.target.keys)} == {pages}
+        assert {*jax.tree.leaves(specs.caches.target.values)} == {pages}
+        rest = specs.replace(caches=specs.caches.draft, queue=None)
+        assert {*jax.tree.leaves(rest)} == {P(ROWS)}, "the draft's layers are not stacked"

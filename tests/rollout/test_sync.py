@@ -12,7 +12,7 @@ from jaxspec.build import build_step
 from jaxspec.config.settings import MeshConfig
 from jaxspec.mesh import ROWS, TRAIN_RULES, assign_shardings
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.layers import LOGICAL_AXES, cast_floats
+from jaxspec.models.layers import cast_floats
 from jaxspec.rollout.generator import to_rollout_layout
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, trimmed
 
@@ -57,7 +57,7 @@ def wanted(name: str, rollout: bool) -> tuple[Any, ...]:
 
 def in_train_layout(mesh: Any) -> dict[str, Any]:
     made = networks()
-    return jax.device_put(made, assign_shardings(mesh, made, LOGICAL_AXES, TRAIN_RULES, 0))
+    return jax.device_put(made, assign_shardings(mesh, made, TRAIN_RULES, 0))
 
 
 def test_every_weight_has_its_train_layout() -> None:
@@ -71,7 +71,7 @@ def test_every_weight_has_its_train_layout() -> None:
 def test_shard_above_keeps_small_weights_whole_over_data() -> None:
     mesh, made = small_mesh(4, 2), networks()
     limit = made["policy"].layers.gate[...].size
-    found = placements(assign_shardings(mesh, made, LOGICAL_AXES, TRAIN_RULES, limit))
+    found = placements(assign_shardings(mesh, made, TRAIN_RULES, limit))
     sizes = {
         name: leaf.size
         for (name, _), leaf in zip(found.items(), jax.tree.leaves(made), strict=True)
@@ -88,9 +88,7 @@ def test_shard_above_keeps_small_weights_whole_over_data() -> None:
 def test_rollout_layout_is_one_all_gather_for_each_sharded_weight(data: int, tensor: int) -> None:
     mesh = small_mesh(data, tensor)
     trained = in_train_layout(mesh)
-    program = (
-        jax.jit(lambda tree: to_rollout_layout(tree, mesh, LOGICAL_AXES)).lower(trained).compile()
-    )
+    program = jax.jit(lambda tree: to_rollout_layout(tree, mesh)).lower(trained).compile()
     synced = program(trained)
     for name, spec in placements(synced).items():
         # an axis of one device shards nothing
