@@ -198,8 +198,9 @@ def _is_chat(prompt: Any) -> bool:
 def compute_rewards(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
     """Calls a function, and checks its rewards.
 
-    `rows` holds the columns of the rows. Returns `{"rewards": [[NUMBER, OUTCOME], ...]}`, or
-    `{"error": REASON}` if the call fails. A row whose reward is invalid has `[None, REASON]`.
+    `rows` are the lists of prompts, responses, answers and rows. Returns `{"rewards": [[NUMBER,
+    OUTCOME], ...]}`. A row whose reward is invalid has `[None, REASON]`. If the call fails, or the
+    number of rewards is wrong, returns `{"error": REASON}`.
     """
     try:
         result = call(*rows)

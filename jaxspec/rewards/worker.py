@@ -76,7 +76,7 @@ def pop_answer(buffer: bytearray, token: bytes) -> Any:
     It is removed from `buffer` and returned. Returns None if the answer is incomplete.
 
     Raises:
-      ValueError: the bytes are not an answer of the worker with that token.
+      ValueError: the bytes are not an answer of the worker with that token, or are too long.
     """
     header_size = TOKEN_SIZE + _LENGTH_PREFIX.size
     # Compares as many bytes as have arrived, so that foreign bytes are noticed at once.
