@@ -175,7 +175,7 @@ def _load_scan(parser: RowParser, files: Sequence[Path], is_in_place: bool) -> S
 
 
 def _scan_files(parser: RowParser, files: Sequence[Path], lines: BinaryIO | None) -> Scan:
-    """Scans files.
+    """Finds the distinct questions in files, and measures their prompts.
 
     Args:
       parser: parser of the rows.
@@ -329,10 +329,10 @@ class _Scanner:
 
 
 def _raw_key(values: Sequence[Any]) -> int | None:
-    """Hashes values. None if they cannot be serialized."""
+    """Hashes values. Returns None if they cannot be serialized."""
     try:
         # Versions after 2 also record which values are the same object, so equal values could
-        # differ.
+        # give different bytes.
         return hash(marshal.dumps(tuple(values), 2))
     except ValueError:
         return None

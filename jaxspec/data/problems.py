@@ -172,7 +172,8 @@ def load_all_problems(
 ) -> Problems:
     """Loads all problems of a file.
 
-    None is held out. Without `data.path`, loads the held-out side of a generated task.
+    None is held out. Without `data.path`, loads at most `data.eval_prompts` problems of the
+    held-out side of a generated task.
 
     Args:
       config: settings of the problems.
@@ -213,8 +214,8 @@ def load_problems(
         answer are treated alike.
 
     Raises:
-      ConfigError: a file or column is missing, a line is damaged, or too few prompts fit
-        `data.max_prompt_length`.
+      ConfigError: a setting, file, column or line cannot be used, no prompt fits
+        `data.max_prompt_length`, or there are too few problems to hold some out.
     """
     if not config.path:
         train, held_out = (
@@ -252,7 +253,10 @@ def load_problems(
 def _hold_out_last(
     problems: ProblemFile, answered: Int[np.ndarray, " n"], config: DataConfig, prefix: str
 ) -> tuple[ProblemFile, ProblemFile]:
-    """Holds out the last of the `answered` rows, or none if these are too few."""
+    """Holds out the last of the `answered` rows, or none if these are too few.
+
+    Raises ConfigError if too few rows are answered, and all are.
+    """
     held_out_count = config.eval_prompts
     if len(problems) == len(answered) <= held_out_count:
         maximum = len(problems) - 1  # at least one is trained on
@@ -273,9 +277,9 @@ def _hold_out_last(
 def describe_problems(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
     """Returns report lines about the problems of a run.
 
-    They tell which lines were skipped, which problems for evaluation are also trained on, and which
-    sets have fewer problems than requested. If there are several sets, they also tell the size of
-    each.
+    They tell how many lines were skipped, which parts the prompts leave out, how many problems for
+    evaluation are also trained on, and which sets have too few problems. If there are several sets,
+    they also tell the size of each.
     """
     lines, batch, single = [], config.batch.prompts, len(sets.training) == 1
     for number, (set_config, problems) in enumerate(

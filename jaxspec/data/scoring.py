@@ -76,6 +76,7 @@ def try_scorers(config: ResolvedConfig, sets: ProblemSets, scorers: SetScorers) 
     Raises:
       ConfigError: a verifier cannot read some reference answers, which are listed. Or a user's
         function gives no reward for trial responses to a problem.
+      PoolError: the workers have failed.
     """
     named_sets = [*config.sets_by_prefix.items()]
     for number, problems in sets.enumerate_sets():
@@ -167,7 +168,7 @@ def count_workers(requested: int) -> int:
 def _require_readable(
     prefix: str, settings: RewardConfig, scorer: Scorer, problems: Problems
 ) -> None:
-    """Raises ConfigError for unreadable reference answers."""
+    """Raises ConfigError for unreadable reference answers, and PoolError as `find_unreadable`."""
     if settings.verifier == "exact" or "answer" not in settings.all_parts:
         return
     locations, answers = zip(*problems.iter_references(), strict=True)
@@ -186,7 +187,7 @@ def _require_readable(
 
 
 def _require_rewarded(prefix: str, set_config: SetConfig, scorer: Scorer, problem: Problem) -> None:
-    """Raises ConfigError if a user's function fails a trial."""
+    """Raises ConfigError if a user's function fails a trial, and PoolError as `try_function`."""
     # A function must handle responses without an answer too, such as those that are cut.
     style, reward = set_config.data.answer_style, set_config.reward
     answer_response = _TRIAL_RESPONSES[style].replace("ANSWER", problem.answer)
@@ -256,7 +257,7 @@ class Judge:
     def start_scoring(
         self, problems: Mapping[int, Problem], rollout: Rollout, rows: Int32[np.ndarray, " rows"]
     ) -> None:
-        """Lets the workers start on finished rows.
+        """Submits finished rows to the workers.
 
         Args:
           problems: problems of this process, by place among the prompts.
@@ -271,7 +272,7 @@ class Judge:
                 self._submit_rows(problems, rollout, ready_rows)
 
     def __call__(self, problems: Mapping[int, Problem], rollout: Rollout) -> RolloutScores:
-        """Scores the answers of this process.
+        """Scores the rows of this process.
 
         It waits for rows that `start_scoring` submitted, and submits the others.
 

@@ -242,7 +242,11 @@ def _is_blank(value: Any) -> bool:
 
 
 def _find_column(row: dict[str, Any], location: str) -> str:
-    """Returns the column to read. Empty if all are null or missing."""
+    """Returns the column to read, or an empty text if all are null or missing.
+
+    Raises:
+      ConfigError: the row has both 'text' and 'messages'.
+    """
     columns = [name for name in _COLUMNS if row.get(name) is not None]
     if len(columns) > 1:
         raise ConfigError(
@@ -253,7 +257,7 @@ def _find_column(row: dict[str, Any], location: str) -> str:
 
 
 def _missing_column_error(row: dict[str, Any], location: str) -> ConfigError | None:
-    """Returns the error for a row without any of the columns, if it has none."""
+    """Returns the error for a row that lacks all columns. Returns None if it has one."""
     # A column that is null is not missing.
     if any(name in row for name in (*_COLUMNS, *_OTHER_COLUMNS)):
         return None
