@@ -45,6 +45,9 @@ def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: flo
       record: metrics of a batch.
       baseline: acceptance length of the batch before.
       max_drop: fraction of `baseline` that it may drop by.
+
+    Returns:
+      The warning, or "" if the drop is smaller.
     """
     # Decoding stays lossless with a bad draft, so only speed would show the drop.
     acceptance_length = record.get("rollout/acceptance_length", 0.0)
@@ -62,7 +65,7 @@ def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: flo
 
 
 def short_batch_warning(record: Mapping[str, Any], prompt_count: int) -> str:
-    """Warns about a batch that dynamic sampling left short."""
+    """Warns about a batch that dynamic sampling left short. Returns "" if it is not short."""
     group_count = record.get("dynamic_sampling/groups", prompt_count)
     if group_count >= prompt_count:
         return ""
@@ -125,7 +128,7 @@ class StallWatch:
         return [f"warning: {streak}" for streak in due]
 
     def lasting_signs(self) -> list[str]:
-        """Returns all signs that lasted."""
+        """Returns all signs that lasted as long as their patience."""
         # In a run shorter than the patience, a sign of every batch counts as lasting.
         streaks = [*self._finished_streaks, *self._open_streaks.values()]
         return [
@@ -243,7 +246,7 @@ class StallWatch:
 
 
 def _mean_metric(records: Any, name: str) -> float:
-    """Averages a metric over records. NaN if none has it."""
+    """Averages a metric over the records that have it. Returns NaN if there are none."""
     values = [
         value for record in records if (value := record.get(name)) is not None and value == value
     ]
