@@ -163,7 +163,8 @@ class Checkpoints:
         """Restores a step.
 
         `abstract` is the saved tree, with leaves that have shape, dtype and the new sharding, on
-        any mesh. If `partial`, it may lack some (None), which are not read.
+        any mesh. If `partial`, it may lack some (None), which are not read, and neither are
+        process states.
         Raises ConfigError if names, shapes or dtypes differ, or the files cannot be read.
         Raises DamagedFileError if their content has changed.
         """

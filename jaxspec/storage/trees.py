@@ -23,7 +23,11 @@ ArrayLayout = dict[str, tuple[tuple[int, ...], str]]
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves by dotted path. None is no leaf."""
+    """Returns the leaves by dotted path. None is no leaf.
+
+    Raises:
+      ValueError: two leaves have the same path.
+    """
     # Paths have no names of Python classes, so that renaming a class keeps files readable.
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named_leaves = {
@@ -72,7 +76,7 @@ def require_same_layout(
 def gather_to_process_0(tree: PyTree) -> PyTree:
     """Gathers a tree of arrays on process 0's host.
 
-    All processes call it. The others get None for each leaf.
+    All processes call it. Processes other than 0 get None for each leaf.
     """
 
     def gather_leaf(leaf: Any) -> np.ndarray | None:
