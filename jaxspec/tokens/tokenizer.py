@@ -41,8 +41,7 @@ class Tokenizer:
 
     `settings` is the content of tokenizer_config.json, and `source` names the folder in messages.
     `generation_config` and `model_config` may name more end tokens. `enable_thinking` is passed to
-    the chat template. `prompt_format` is the setting `data.prompt_format`.
-    Raises ConfigError if vocabulary, special tokens or chat template are not valid.
+    the chat template. `prompt_format` is `data.prompt_format`. Raises ConfigError for bad content.
     """
 
     def __init__(
@@ -309,7 +308,7 @@ class Tokenizer:
         return infer_turn_format(partial(self._fill_template, self._template), self.source)
 
     def _closing_text(self, token_texts: dict[str, str]) -> str:
-        """Returns the template's text after an answer, empty without one or if it refuses a chat."""
+        """Returns the template's text after an answer, or an empty text without a template."""
         if self._template is None:
             return ""
         self._specials = token_texts
