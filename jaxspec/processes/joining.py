@@ -36,8 +36,8 @@ def initialize_processes(identity: Mapping[str, Any]) -> None:
       identity: values by name that must be equal in all processes.
 
     Raises:
-      ConfigError: the variables are invalid or incomplete, the port is taken, a process is late, or
-        the processes were started differently.
+      ConfigError: the variables are invalid or incomplete, the port is taken, a process is late,
+        the processes were started differently, or JAX cannot join them.
     """
     wait_seconds = environment_number(WAIT_VARIABLE, minimum=1) or 300
     member = member_from_variables()

@@ -96,8 +96,7 @@ def meet_processes(
       ConfigError: the coordinator is not host:port, its port is taken, or the time is up. Also if
         two processes have the same id, or the number of processes or `identity` differs.
     """
-    # JAX would wait without output, and end the process with a stack trace of C++ at its timeout.
-
+    # JAX alone would wait without output, and end the process with a stack trace of C++.
     host, port = _parse_address(member.coordinator, VARIABLES[0])
     reporter = _WaitReporter(member, timeout)
     identity_json = json.dumps(dict(identity))

@@ -56,8 +56,8 @@ class Peers:
     def announce_end(self, status: int, reason: str) -> None:
         """Tells the others that this process ends.
 
-        Without a reason, it ends as they do. With one, it ends before them, and this returns when
-        it may end, or after some seconds.
+        Without a reason, the job has ended. With one, the others end too, and this method waits for
+        them, some seconds at most: process 0 for their ends, the others for its announcement.
         """
         # Python aborts if a thread prints while the main thread ends.
         with self._print_lock:
@@ -182,7 +182,7 @@ class Peers:
 
 
 _peers: Peers | None = None
-"""Peers of this process, of which JAX has one client as well."""
+"""Peers of this process, or None if it has none. JAX also has a single client of the job."""
 
 
 def watch_peers(member: JobMember, connections: Mapping[int, socket.socket]) -> None:
