@@ -22,7 +22,7 @@ def import_function(function: str) -> Callable[..., Any]:
 
     Raises:
       ValueError, ImportError, AttributeError, TypeError: there is no such function.
-      Exception: any error that its module raises.
+      Exception: its file cannot be read, or its module raises the error.
     """
     module_name, mark, name = function.rpartition(":")
     if not mark or not module_name or not name:
