@@ -30,9 +30,9 @@ _INFINITY_BITS = {"F64": 0x47EFFFFFF << 28, "F32": 0x7F80 << 16, "F16": 0x7C00, 
 
 
 def _is_finite(array: np.ndarray, dtype: str) -> bool:
-    """Whether a tensor is finite in float32.
+    """Returns whether a tensor is finite in float32.
 
-    True for dtypes other than floats of 16 bits or more.
+    Returns True for dtypes other than floats of 16 bits or more.
     """
     infinity, bits = _INFINITY_BITS.get(dtype), 8 * array.dtype.itemsize
     if infinity is None or not array.size:
@@ -260,7 +260,7 @@ def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
             f"{folder / shard} lacks the tensor {format_name(tensor)}, which {index_file.name}"
             " places there; download it again",
         )
-    # Two copies of a tensor may differ, as where shards of different checkpoints were mixed.
+    # Two copies of a tensor may differ, for example if shards of two checkpoints were mixed.
     for shard, header in headers.items():
         for tensor in header:
             listed_shard = shards_by_tensor.get(tensor, shard)
@@ -273,7 +273,7 @@ def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
 
 
 def _is_plain_name(name: Any) -> bool:
-    """Whether a name refers to a file in the same folder."""
+    """Returns whether a name refers to a file in the same folder."""
     return (
         isinstance(name, str)
         and name.isprintable()
