@@ -127,7 +127,7 @@ def analyze_step(text: str, expected: StepExpectation, card: Card | None) -> Fin
     for collective, byte_count in sync.bytes_sent.items():
         if _is_weight_gather(collective, expected.row_axes):
             shard_count = math.prod(mesh[axis] for axis in collective.axes)
-            # A device sends the gathered bytes less its own shard, which it already has.
+            # In an all-gather each device sends the gathered bytes less one shard.
             moved_bytes += byte_count * shard_count / (shard_count - 1)
     sync_moves = moved_bytes / expected.sync_bytes if expected.sync_bytes else 0.0
     warnings = [
