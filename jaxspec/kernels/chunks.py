@@ -54,8 +54,8 @@ def map_in_chunks(
       elements_per_position: Number of elements that `function` holds at each position, for all
         rows together.
       *arrays: Inputs [B T ...].
-      mask: Positions whose results matter; None for all. A CPU may skip the other positions, whose
-        results are then zero.
+      mask: Positions whose results matter, or None for all. A CPU may skip the other positions,
+        whose results are then zero.
     """
     length = arrays[0].shape[1]
     chunk = _chunk_length(length, max(elements_per_position, 1))
@@ -90,7 +90,7 @@ def map_masked(
 
 
 def _should_compact(elements_per_position: int) -> bool:
-    """Whether a CPU should skip positions outside the mask."""
+    """Returns whether positions outside the mask should be skipped, as on a CPU."""
     # For cheap functions, moving positions would cost more than it saves.
     return elements_per_position >= WIDE_ELEMENTS and not has_gpus_in_scope()
 
