@@ -236,7 +236,7 @@ class CostCounter:
         phase_costs: dict[str, Cost] = {}
         loops: list[DynamicLoop] = []
         phase = ""
-        for computation, op in self._iterate_flat(self.program.entry):
+        for computation, op in self._iterate_flat_instructions(self.program.entry):
             # Instructions that the compiler inserts have no scope, and count for the phase before.
             phase = phase_name(op.scope) or phase
             if op.opcode == "while" and op.trip_count is None:
@@ -250,13 +250,13 @@ class CostCounter:
                 )
         return ProgramCosts(phase_costs, loops)
 
-    def _iterate_flat(self, computation: str) -> Iterator[tuple[str, Instruction]]:
+    def _iterate_flat_instructions(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yields instructions, descending into conditionals, calls and outer loops."""
         for op in self.program.computations[computation]:
             is_outer_loop = op.opcode == "while" and _OUTER_LOOP.search(op.scope)
             if is_outer_loop or op.opcode in ("conditional", "call"):
                 for name in self.program.find_callees(op):
-                    yield from self._iterate_flat(name)
+                    yield from self._iterate_flat_instructions(name)
             else:
                 yield computation, op
 

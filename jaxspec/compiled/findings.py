@@ -240,11 +240,11 @@ def _learning_warnings(
             )
     if shard_count > 1 and replicated_arrays:
         yield (
-            f"rows are replicated over the data shards: {_join_some(replicated_arrays)} hold the"
-            " whole batch"
+            "rows are replicated over the data shards:"
+            f" {_join_descriptions(replicated_arrays)} hold the whole batch"
         )
     if vocab_gathers:
-        yield f"an all-gather of the whole vocabulary: {_join_some(vocab_gathers)}"
+        yield f"an all-gather of the whole vocabulary: {_join_descriptions(vocab_gathers)}"
 
 
 def _gather_size(op: Instruction) -> int:
@@ -265,7 +265,7 @@ def _copy_warnings(program: Program, expected: StepExpectation) -> Iterator[str]
             shapes = ", ".join(f"{shape.dtype}{list(shape.sizes)}" for shape in op.results)
             copies.add(f"{shapes} ({op.name} in {name})")
     if copies:
-        yield f"generation copies as much as a layer's keys: {_join_some(copies)}"
+        yield f"generation copies as much as a layer's keys: {_join_descriptions(copies)}"
 
 
 def _is_copy(program: Program, op: Instruction) -> bool:
@@ -281,7 +281,7 @@ def _is_copy(program: Program, op: Instruction) -> bool:
     return fused_opcodes <= move_opcodes and bool(fused_opcodes & {"copy", "transpose"})
 
 
-def _join_some(descriptions: set[str], limit: int = 3) -> str:
+def _join_descriptions(descriptions: set[str], limit: int = 3) -> str:
     ordered = sorted(descriptions)
     return "; ".join(ordered[:limit]) + (
         f" and {len(ordered) - limit} more" * (len(ordered) > limit)

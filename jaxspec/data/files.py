@@ -130,13 +130,13 @@ def _file_digest(file: Path) -> str:
     if not file.is_file():
         return hash_file(file)
     state = file.stat()
-    return _digest_version(file.absolute(), state.st_size, state.st_mtime_ns)
+    return _hash_file_version(file.absolute(), state.st_size, state.st_mtime_ns)
 
 
 # The start of a run needs a digest in several places. Size and time are keys of this cache only, so
 # that a file that changes is read again.
 @functools.lru_cache(maxsize=1024)
-def _digest_version(file: Path, size: int, modified_ns: int) -> str:
+def _hash_file_version(file: Path, size: int, modified_ns: int) -> str:
     """Returns the digest of a file in this state."""
     return hash_file(file)
 

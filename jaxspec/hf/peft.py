@@ -142,7 +142,7 @@ def adapter_changes(
     """
     _check_adapter_config(adapter_config)
     pairs = _pair_matrices(network, tensors)
-    _check_completeness(network, pairs, adapter_config)
+    _check_configured_adapters(network, pairs, adapter_config)
     changes: WeightChanges = {}
     for name in dict.fromkeys(name for name, _ in pairs):
         depth, inputs, outputs = axis_sizes(network, name)
@@ -221,7 +221,8 @@ def _check_key_types(keys: JsonObject) -> None:
                 f" {_PATTERN_LIMITS}"
             )
             require(
-                _is_simple(expression), f"{message}: write it so, or name the modules one by one"
+                _is_simple_expression(expression),
+                f"{message}: write it so, or name the modules one by one",
             )
 
 
@@ -235,7 +236,7 @@ def _check_expression(expression: str, source: str) -> None:
         ) from error
 
 
-def _is_simple(expression: str) -> bool:
+def _is_simple_expression(expression: str) -> bool:
     """Returns whether an expression is within `_PATTERN_LIMITS`."""
     # Backtracking may take exponential time, and a downloaded file could hang the run. Escapes and
     # character classes are dropped first, since their characters are no operators.
@@ -297,7 +298,9 @@ def _pair_matrices(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Matri
     return pairs
 
 
-def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[str, Any]) -> None:
+def _check_configured_adapters(
+    network: Decoder, pairs: MatrixPairs, config: Mapping[str, Any]
+) -> None:
     """Checks that adapters have the configured ranks, and that none is missing."""
     for (name, layer), pair in pairs.items():
         rank = _lookup_pattern(

@@ -168,7 +168,7 @@ def open_tensors(folder: Path, name: str = WEIGHTS_FILE) -> dict[str, StoredTens
     """
     index_file = folder / f"{name}.index.json"
     if index_file.is_file():
-        return _open_indexed(folder, index_file)
+        return _open_indexed_tensors(folder, index_file)
     file = folder / name
     if not file.is_file():
         # Loading a pickle can run any code, so these files are named but never read.
@@ -231,7 +231,7 @@ def list_unread_weights(folder: Path, name: str = WEIGHTS_FILE) -> list[str]:
     return sorted(weight_files - read_files)
 
 
-def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
+def _open_indexed_tensors(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
     """Opens the tensors that an index lists."""
     shards_by_tensor = load_json_object(index_file).get_object("weight_map").content
     require(

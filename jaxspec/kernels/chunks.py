@@ -70,7 +70,7 @@ def map_in_chunks(
     return jax.tree.map(lambda array: _join_chunks(array, length), results)
 
 
-def map_masked(
+def map_masked_positions(
     function: Callable[..., Any],
     networks: PyTree,
     elements_per_position: int,

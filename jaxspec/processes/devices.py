@@ -45,7 +45,7 @@ def describe_machine(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def prepare_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
+def configure_cpu_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
     """Sets how many devices a CPU is split into.
 
     Must run before JAX starts its backends. By default there is one device per core, with one

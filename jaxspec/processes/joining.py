@@ -25,7 +25,7 @@ _SHUTDOWN_TIMEOUT = 60
 """Seconds that finished processes wait for the others."""
 
 
-def initialize_processes(identity: Mapping[str, Any]) -> None:
+def join_job(identity: Mapping[str, Any]) -> None:
     """Joins the other processes of the job, if there are any.
 
     JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES and JAXSPEC_PROCESS_ID describe the job. If

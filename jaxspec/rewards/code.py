@@ -130,7 +130,7 @@ def _build_command(sandbox: str, folder: str, source: str, *arguments: str) -> l
             return [*python, source, *arguments]
 
 
-def is_test(tests: str) -> bool:
+def is_test_program(tests: str) -> bool:
     """Returns whether `tests` is a program with asserts.
 
     An assert counts if it is outside of functions and classes. It also counts in a top-level

@@ -192,7 +192,7 @@ class Scorer:
         rewards = _rewards_from_call(answer, len(rows.prompts))
         return next((reward.reason for reward in rewards if not reward.is_valid), "")
 
-    def find_unreadable(self, answers: Sequence[str]) -> list[int]:
+    def find_unreadable_answers(self, answers: Sequence[str]) -> list[int]:
         """Returns the indices of answers that the verifier cannot read. Raises PoolError."""
         if self._verifier == "exact" or self._pool is None:
             return []
@@ -311,7 +311,7 @@ class ScoreCollector:
     def __init__(self) -> None:
         self._pending: list[tuple[list[int], Scorer, PendingScores]] = []
 
-    def select_unsubmitted(self, numbers: Sequence[int]) -> list[int]:
+    def select_unsubmitted_rows(self, numbers: Sequence[int]) -> list[int]:
         """Selects the rows that are not submitted yet."""
         submitted = {number for numbers, _, _ in self._pending for number in numbers}
         return [number for number in numbers if number not in submitted]

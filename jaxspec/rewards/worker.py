@@ -14,7 +14,7 @@ import struct
 from typing import Any, NamedTuple
 
 from jaxspec.inputs import own_code
-from jaxspec.rewards.code import is_test, passes_tests
+from jaxspec.rewards.code import is_test_program, passes_tests
 from jaxspec.rewards.descendants import adopt_orphans
 from jaxspec.rewards.mathematics.equality import is_readable, math_equal
 from jaxspec.rewards.own_function import UserFunction, adapt_function, compute_rewards
@@ -158,7 +158,7 @@ def _answer_task(
             return check_program(*arguments, seconds=seconds, folder=folder)
         case "readable":
             verifier, reference = arguments
-            return is_readable(reference) if verifier == "math" else is_test(reference)
+            return is_readable(reference) if verifier == "math" else is_test_program(reference)
         case "sandbox":
             [sandbox] = arguments
             return sandbox

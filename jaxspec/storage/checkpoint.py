@@ -370,7 +370,7 @@ class Checkpoints:
 
 
 def _add_digest(saved: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Returns the content of a JSON file for `_load_json`."""
+    """Builds the content of a JSON file, with its digest, for `_load_json`."""
     # Through JSON, so that the digest is of values as they are read back.
     content = {"saved": json.loads(json.dumps(dict(saved))), **fields}
     return content | {"digest": _digest_json(content)}
@@ -390,7 +390,7 @@ def _is_readable_metadata(file: Path) -> bool:
 
 
 def _next_free_path(path: Path) -> Path:
-    """Returns the path, or appends the first free number."""
+    """Returns the path, with the first free number appended if it exists."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1

@@ -23,9 +23,9 @@ _EVALUATION = re.compile(r"eval/(\S+/avg@\d+)")
 
 
 def logprob_gap_warning(record: Mapping[str, Any], limit: float) -> str:
-    """Warns if recorded logprobs differ from the learner's.
+    """Returns a warning if recorded logprobs differ from the learner's.
 
-    Returns "" if the difference is within the limit, or if old logprobs are already recomputed.
+    It is "" if the difference is within the limit, or if old logprobs are already recomputed.
     """
     factor = record.get("rollout/probability_factor", 0.0)
     # Negated so that NaN gives no warning. Recomputation, once turned on, stays on.
@@ -39,15 +39,12 @@ def logprob_gap_warning(record: Mapping[str, Any], limit: float) -> str:
 
 
 def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: float) -> str:
-    """Warns if the acceptance length drops suddenly.
+    """Returns a warning if the acceptance length drops suddenly, else "".
 
     Args:
       record: metrics of a batch.
       baseline: acceptance length of the batch before.
       max_drop: fraction of `baseline` that it may drop by.
-
-    Returns:
-      The warning, or "" if the drop is smaller.
     """
     # Decoding stays lossless with a bad draft, so only speed would show the drop.
     acceptance_length = record.get("rollout/acceptance_length", 0.0)
@@ -65,7 +62,7 @@ def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: flo
 
 
 def short_batch_warning(record: Mapping[str, Any], prompt_count: int) -> str:
-    """Warns about a batch that dynamic sampling left short. Returns "" if it is not short."""
+    """Returns a warning about a batch that dynamic sampling left short, else ""."""
     group_count = record.get("dynamic_sampling/groups", prompt_count)
     if group_count >= prompt_count:
         return ""

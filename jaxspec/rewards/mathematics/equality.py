@@ -192,7 +192,7 @@ def _to_interval(value: str) -> str | None:
 
 
 def _reverse_sign(sign: str) -> str:
-    """Mirrors the sign of an inequality."""
+    """Reverses the sign of an inequality."""
     return {">": "<", "\\ge": "\\le"}.get(sign, ">" if sign == "<" else "\\ge")
 
 
