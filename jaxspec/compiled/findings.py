@@ -211,8 +211,8 @@ def _round_warnings(
 def _learning_warnings(
     program: Program, costs: ProgramCosts, expected: StepExpectation
 ) -> Iterator[str]:
-    # A micro-batch costs four forward passes: forward, recomputed forward, and a backward of two.
-    # The limit leaves room for a pass that recomputes old logprobs.
+    # A micro-batch costs four forward passes: forward, recomputed forward, and a backward pass that
+    # costs two. The limit leaves room for a pass that recomputes old logprobs.
     needed_flops, loop = expected.micro_batch_flops, costs.largest_loop(LEARN)
     ratio = loop.cost.flops / (4 * needed_flops) if loop and needed_flops else 0.0
     if expected.has_experts and ratio > DENSE_EXPERT_RATIO:
@@ -256,7 +256,7 @@ def _gather_size(op: Instruction) -> int:
 
 def _copy_warnings(program: Program, expected: StepExpectation) -> Iterator[str]:
     # Generation updates its cache in place. A copy as large as a layer's keys means that XLA could
-    # not.
+    # not do so.
     copies: set[str] = set()
     for name, op in program.iterate_instructions():
         if GENERATE not in op.scope.split("/") or not expected.layer_cache_bytes:

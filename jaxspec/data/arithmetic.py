@@ -190,7 +190,7 @@ def sample_document(
         case "worked":
             return question + write_solution(exercise, rng, wrong_steps)
         case "guess":
-            # The absolute value, since no answer is negative.
+            # Takes the absolute value, since no answer is negative.
             return f"{question}#{abs(int(exercise.answer) + int(rng.integers(-12, 13)))}"
         case "list":
             questions = [

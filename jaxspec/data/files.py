@@ -71,7 +71,7 @@ def _download_dataset(path: str, key: str) -> Path:
     # `snapshot_download` raises the error to report.
     with contextlib.suppress(*refusals):
         files = HfApi().dataset_info(name).siblings or ()
-        # Its ConfigError is not suppressed. It comes before anything is downloaded in vain.
+        # `_select_files` raises ConfigError, which is not suppressed, before any download.
         _select_files(path, key, [file.rfilename for file in files])
     patterns = [pattern] if pattern else [*_DATA_PATTERNS]
     try:

@@ -296,7 +296,7 @@ class RowParser:
     def _suggest_remedy(self, row: Mapping[str, Any], setting: str) -> str:
         """Suggests a remedy for a missing column."""
         option = self._option_name(setting)
-        # Another column name would break the training file, whose columns the setting names too.
+        # The setting also names the column of the training file, which another name would break.
         if self.key.endswith("eval_path"):
             return f"give the file the columns of data.path, which {option} names for both"
         # The problem must never be suggested as the answer, nor an answer as the problem: the run

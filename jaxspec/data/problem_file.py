@@ -151,7 +151,7 @@ def _load_scan(parser: RowParser, files: Sequence[Path], is_in_place: bool) -> S
     """Loads or builds the cached scan of files."""
     config = parser.config
     columns = config.prompt_column, config.answer_column, config.answer_style, config.instruction
-    # All that the table depends on, so that a change of any of it leads to a new scan.
+    # The key has all that the table depends on, so that any change leads to a new scan.
     key = content_key(
         "problems",
         read_sources(*_PARSER_SOURCES),

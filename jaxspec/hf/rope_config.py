@@ -204,7 +204,7 @@ def rope_json(config: ModelSpec) -> dict[str, Any]:
         }
         if rope.attention_factor:
             default = yarn_attention_factor(factor)
-            # Transformers reads the first, vLLM and SGLang the second.
+            # Transformers reads the first key. vLLM and SGLang read the second.
             scaling |= {
                 "attention_factor": rope.attention_factor,
                 "attn_factor": rope.attention_factor / default,

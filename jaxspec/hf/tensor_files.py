@@ -77,8 +77,8 @@ class StoredTensor(NamedTuple):
     def _read_rows(self, stored_rows: int, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of a padded or cut tensor."""
         start, stop, _ = index[0].indices(self.shape[0])
-        # Stays within the stored rows. A range in the padding reads the last one, for its dtype and
-        # other axes, and drops it.
+        # Stays within the stored rows. A range in the padding reads the last stored row, for its
+        # dtype and other axes, and drops it.
         stored_range = slice(
             min(start, stored_rows - 1), max(min(stop, stored_rows), min(start, stored_rows - 1))
         )

@@ -59,7 +59,7 @@ def configure_cpu_devices(device_count: int = 0, threads_per_device: int = 0) ->
     Raises:
       ConfigError: an environment variable does not hold a valid number, or XLA_FLAGS is malformed.
     """
-    # Only checked here.
+    # NPROC is only checked here.
     environment_number("NPROC", 1)
     configured_count, local_count = (
         environment_number(name, 1, _MOST_DEVICES)

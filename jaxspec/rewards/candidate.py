@@ -40,7 +40,7 @@ def encode_value(value: Any, objects: list[Any]) -> list[Any]:
         return [value_type.__name__, list(value)]
     if value_type in (list, tuple, set, frozenset):
         return [value_type.__name__, [encode_value(item, objects) for item in value]]
-    # Includes Counter and defaultdict.
+    # Counter and defaultdict count as dictionaries.
     if isinstance(value, dict) and value_type.__module__ in ("builtins", "collections"):
         return [
             "dict",

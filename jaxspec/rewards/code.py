@@ -115,8 +115,8 @@ def _build_command(sandbox: str, folder: str, source: str, *arguments: str) -> l
     bubblewrap makes `folder` the working folder. In namespaces it is the place where the new root
     is mounted.
     """
-    # The real path, as a sandbox does not show the link in a virtual environment. Isolated mode
-    # (-I), as modules must not come from the folder or from PYTHONPATH.
+    # The real path is needed, as a sandbox does not show the link in a virtual environment. Option
+    # -I keeps out modules of the folder and of PYTHONPATH.
     python = [os.path.realpath(sys.executable), "-I", "-B", "-c"]
     match sandbox:
         case "namespaces":
@@ -200,7 +200,7 @@ def passes_tests(tests: str, program: str, seconds: float, folder: str, sandbox:
         namespace = process.load_program(program, used_names)
         namespace |= {"__name__": "__main__", "__held__": lambda: passed_asserts.append(None)}
         exec(compile(counted_tree, "tests", "exec"), namespace)
-        # If an empty list is returned, a loop over its items never reaches the assert inside.
+        # If the program returns an empty list, a loop over it never reaches the assert inside.
         return bool(passed_asserts)
     return False
 

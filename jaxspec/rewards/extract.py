@@ -211,7 +211,7 @@ def find_final_boxes(text: str) -> list[str]:
     Boxes of a list have at most `MAX_BOX_GAP` characters between them, and no word that announces
     a conclusion, such as `so`. A box inside another box is part of its content.
     """
-    # Start of each box, start of its content, and end.
+    # For each box: its start, the start of its content, and its end.
     spans: list[tuple[int, int, int]] = []
     open_braces: list[tuple[bool, int, int]] = []
     for brace in _BRACE.finditer(text):

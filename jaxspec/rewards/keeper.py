@@ -137,7 +137,7 @@ class Keeper:
                     worker = workers_by_fd.get(fd)
                     if worker is None:
                         self._receive_request(json.loads(self._client.recv_bytes()))
-                    # Any other event, an end included, is noticed when reading.
+                    # Other events, such as the worker's end, are noticed when reading.
                     elif event == select.POLLOUT:
                         self._send_task(worker)
                     else:

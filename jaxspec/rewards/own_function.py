@@ -183,7 +183,7 @@ def _wrap_trl(function: Callable[..., Any], signature: inspect.Signature) -> Cal
             if is_chat
             else responses
         )
-        # The column is already passed as `prompts`.
+        # The column `prompt` is already passed as `prompts`.
         arguments.pop("prompt", None)
         # Checked at each call, as the columns depend on the rows.
         _check_required_parameters(signature, "TRL", arguments)

@@ -158,7 +158,7 @@ def get_or_build(
         try:
             remedy = "free some space or name another folder with JAXSPEC_CACHE"
             with explain_write_errors(f"cache {build_folder} cannot be written to", remedy):
-                # A process that was killed while it built may have left one.
+                # A process that was killed while it built may have left this folder.
                 remove_path(build_folder)
                 build_folder.mkdir()
             build(build_folder)
@@ -237,7 +237,7 @@ def _find_damage(folder: Path) -> str:
         saved_digests = None
     if not isinstance(saved_digests, dict):
         return f"its {DIGESTS_FILE} cannot be read"
-    # Not reported as damage, since the caller would discard an intact folder.
+    # Lack of access is not reported as damage, since the caller would discard an intact folder.
     with explain_read_errors(folder):
         digests = _digest_files(folder)
     changed_names = sorted(

@@ -20,7 +20,7 @@ from jaxspec.storage.orbax_errors import PATH_ERRORS, access_error_in, describe_
 from jaxspec.storage.trees import array_layout, digest_arrays, leaves_by_name, require_same_layout
 from jaxspec.system.files import DamagedFileError, SaveError, explain_write_errors
 
-# The last is present if the common state has the key `processes`, their number.
+# The last item is present if the common state has the key `processes` with their number.
 _ARRAYS_ITEM, _HOST_ITEM, _PROCESS_ITEM = "arrays", "host", "own"
 """Items of a step: arrays, state common to all processes, and state of each process."""
 _HOST_FILE = "metadata"

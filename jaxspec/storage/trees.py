@@ -82,7 +82,7 @@ def gather_to_process_0(tree: PyTree) -> PyTree:
     def gather_leaf(leaf: Any) -> np.ndarray | None:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             assert isinstance(leaf.sharding, NamedSharding), "as all arrays of several processes"
-            # Replicated on the devices one at a time, so that at most one is held in full.
+            # Arrays are replicated on the devices one at a time, so that only one is held in full.
             leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, jax.P()))
         return np.asarray(leaf) if jax.process_index() == 0 else None
 

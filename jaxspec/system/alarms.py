@@ -14,7 +14,7 @@ FALL_PATIENCE = 3
 # Muon is about as large as the learning rate.
 NEGLIGIBLE_RATE = 1e-9
 """Learning rate below which float32 weights do not change."""
-# Entropy has collapsed if it is below both.
+# Entropy has collapsed if it is below both limits.
 ENTROPY, ENTROPY_SHARE = 0.1, 0.1
 """Limits in nats per token, and as a fraction of the first batches' entropy."""
 LENGTH_SHARE = 0.2

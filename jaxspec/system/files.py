@@ -57,7 +57,7 @@ def explain_read_errors(file: Path) -> Iterator[None]:
     except MISSING_FILE_ERRORS:
         raise
     except OSError as error:
-        # Raised for damaged content, such as an archive whose offsets lie before its beginning.
+        # Damaged content raises these, such as an archive whose offsets lie before its beginning.
         if error.errno in (None, errno.EINVAL):
             raise
         raise ConfigError(

@@ -128,7 +128,7 @@ class Interrupt:
             from jax.experimental import multihost_utils
 
             if multihost_utils.reached_preemption_sync_point(step):
-                # Only some processes may have a signal. One that JAX's handler took was SIGTERM.
+                # Some processes may have no signal. If only JAX's handler has one, it was SIGTERM.
                 numbers = np.asarray(
                     multihost_utils.process_allgather(np.int32(self._first_signal or 0))
                 )
@@ -279,5 +279,5 @@ def _swap_action(number: int, replacement: bytes | None = None) -> bytes:
 
 
 def _handler_pointer(action: bytes) -> bytes:
-    # The first member. The rest has padding with undefined content, and cannot be compared.
+    # The handler is the first member. The rest has undefined padding and cannot be compared.
     return action[: ctypes.sizeof(ctypes.c_void_p)]

@@ -357,7 +357,7 @@ def load_tokenizer(
             error, f"{tokenizer_file}: not a Hugging Face tokenizer", "download the file again"
         )
         raise
-    # tokenizer.json keeps truncation and padding of its last use, which would alter prompts
+    # tokenizer.json keeps truncation and padding of its last use, which would alter prompts.
     backend.no_truncation()
     backend.no_padding()
     tokenizer = Tokenizer(

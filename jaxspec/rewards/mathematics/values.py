@@ -76,7 +76,7 @@ def _extract_statement(text: str) -> str | None:
     """
     text = _POLITE_ENDING.sub("", text)
     phrases = list(_ANSWER_PHRASE.finditer(text))
-    # Text before "the answer is" is the solution.
+    # Text before "the answer is" is the worked solution.
     if phrases and phrases[-1].end() < len(text.rstrip()):
         text = text[phrases[-1].end() :]
     # With the pattern's four groups, every fifth piece is prose, and the others are formulas.
