@@ -52,7 +52,7 @@ def describe_references(references: Iterable[tuple[str, str]], column: str) -> I
     """Yields report lines on the references of a set.
 
     The first line has their kinds. The others are warnings: for whole sentences, for words, and for
-    one reference that is very common. There are no lines without references.
+    one reference that is very common. Without references there are no lines.
 
     Args:
       references: location and text of each reference.

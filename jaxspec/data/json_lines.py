@@ -353,7 +353,8 @@ def first_assertion(tests: str) -> str:
 def extract_reference(text: str) -> str:
     """Extracts the final answer of a reference.
 
-    It is the line after the last `####`, or else in the final \\boxed{}, or else the full text.
+    It is the rest of the line after the last `####`, or else the content of the final \\boxed{}, or
+    else the full text.
     Returns an empty text if only an empty box is found, or if the normal form is empty.
     """
     # GSM8K marks final answers by `####`.

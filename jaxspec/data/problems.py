@@ -255,7 +255,7 @@ def _hold_out_last_problems(
 ) -> tuple[ProblemFile, ProblemFile]:
     """Holds out the last of the `answered` rows, or none if these are too few.
 
-    Raises ConfigError if too few rows are answered, and all are.
+    Raises ConfigError if all rows are answered, and too few to hold some out.
     """
     held_out_count = config.eval_prompts
     if len(problems) == len(answered) <= held_out_count:

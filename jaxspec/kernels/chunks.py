@@ -140,8 +140,8 @@ def _map_leading_chunks(
 
     Results of the other chunks are zeros. The backward pass recomputes each chunk.
     """
-    # `used_count` is known at run time only. JAX cannot differentiate a loop with such a count, so the
-    # backward pass is written by hand.
+    # `used_count` is known at run time only. JAX cannot differentiate a loop with such a count, so
+    # the backward pass is written by hand.
 
     @jax.custom_vjp
     def map_chunks(networks: PyTree, chunks: PyTree, used_count: Int[Array, ""]) -> PyTree:

@@ -41,7 +41,7 @@ class Tokenizer:
 
     `settings` is the content of tokenizer_config.json, and `source` names the folder in messages.
     `generation_config` and `model_config` may name more end tokens. `enable_thinking` is passed to
-    the chat template. `prompt_format` is `data.prompt_format`. Raises ConfigError for bad content.
+    the template. `prompt_format` is `data.prompt_format`. Raises ConfigError if one is invalid.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Tokenizer:
         return self._backend.decode(text_ids, skip_special_tokens=True)
 
     def build_stop_table(self, strings: Sequence[str]) -> StopTable | None:
-        """Builds the table of the `strings` that are not special tokens, or None without any."""
+        """Builds the table of strings that are not special tokens. Returns None without any."""
         special_ids = self._special_ids
         excluded_ids = {*self.stop_ids, self.pad_id, *special_ids.values()}
         texts = [string for string in strings if string not in special_ids]  # others are end tokens
@@ -308,7 +308,7 @@ class Tokenizer:
         return infer_turn_format(partial(self._fill_template, self._template), self.source)
 
     def _closing_text(self, token_texts: dict[str, str]) -> str:
-        """Returns the template's text after an answer, or an empty text without a template."""
+        """Returns the template's text after an answer, or "" if it is absent or refuses a chat."""
         if self._template is None:
             return ""
         self._specials = token_texts

@@ -152,7 +152,7 @@ def _split_tuple(value: str) -> list[str] | None:
 
 
 def _align_intervals(left: Sequence[str], right: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Converts a side of inequalities to a union if the other side has only intervals."""
+    """Converts a side of inequalities to intervals if the other side has only intervals."""
     sides = [list(left), list(right)]
     for index in (0, 1):
         opposite = sides[1 - index]
