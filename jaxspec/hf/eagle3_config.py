@@ -19,9 +19,10 @@ from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 from jaxspec.models.decoder import tap_boundaries
 
 TapConvention = Literal["auto", "boundary", "output_of"]
-"""Meaning of layer numbers in config.json: `auto` decides by the file.
+"""Meaning of layer numbers in config.json.
 
-They are the number of layers applied (`boundary`), or the layers whose output is read.
+They are numbers of layers applied (`boundary`), or layers whose output is read (`output_of`).
+`auto` decides by the file.
 """
 
 # Markers of other drafts, in lower case, as parts of architectures or types.

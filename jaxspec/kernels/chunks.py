@@ -90,7 +90,7 @@ def map_masked_positions(
 
 
 def _should_compact(elements_per_position: int) -> bool:
-    """Returns whether positions outside the mask should be skipped, as on a CPU."""
+    """Returns whether to skip positions outside the mask, as for wide functions on a CPU."""
     # For cheap functions, moving positions would cost more than it saves.
     return elements_per_position >= WIDE_ELEMENTS and not has_gpus_in_scope()
 
