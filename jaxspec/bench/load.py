@@ -20,7 +20,7 @@ from jaxspec.inputs.spec import Count, ModelConfig, Natural
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast_floats
 from jaxspec.preparation.policy import load_with_progress
-from jaxspec.processes.devices import count_devices, describe_machine, prepare_devices
+from jaxspec.processes.devices import configure_cpu_devices, count_devices, describe_machine
 
 ABOUT = """Loads the weights of a checkpoint directly into their final sharding, as training does.
 Measures seconds and memory. On a CPU the devices use the host's memory, so the measured memory
@@ -98,7 +98,7 @@ def _make_mesh(options: LoadOptions) -> Mesh:
       ConfigError: there are fewer devices, or their number cannot be divided.
     """
     # Must precede the first use of a device, which fixes their number. 0 means one per core.
-    prepare_devices(options.data * options.tensor)
+    configure_cpu_devices(options.data * options.tensor)
     requested_devices, device_count = (options.data or 1) * options.tensor, count_devices()
     require(
         requested_devices <= device_count,

@@ -20,7 +20,12 @@ from jaxspec.bench.measure import package_versions
 from jaxspec.config.cli import override_settings
 from jaxspec.inputs.checked import CheckedConfig, first_line
 from jaxspec.inputs.spec import ModelSpec
-from jaxspec.processes.devices import core_count, count_devices, describe_machine, prepare_devices
+from jaxspec.processes.devices import (
+    configure_cpu_devices,
+    core_count,
+    count_devices,
+    describe_machine,
+)
 from jaxspec.storage.cache import cache_folder
 from jaxspec.system.files import write_text_atomic
 from jaxspec.system.progress import Screen
@@ -194,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
     The file keeps the maximum of each number over all calls.
     """
     options = override_settings(RooflineOptions(), argv, "python -m jaxspec.bench roofline", ABOUT)
-    prepare_devices(1)
+    configure_cpu_devices(1)
     count_devices()  # refuses with one line if there is no device
     # A single core cannot use all of a CPU's bandwidth, so one thread per core reads.
     on_cpu = jax.default_backend() == "cpu"

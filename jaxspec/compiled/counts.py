@@ -55,10 +55,10 @@ _ELEMENTWISE_OPCODES = (
 ATTENTION_TARGETS = ("mosaic_gpu", "__gpu$xla.gpu.triton")
 """Prefixes of custom-call targets of the kernels of this package and of tokamax."""
 
-# Generation wraps such a loop in `jax.named_scope("of_loops")`. Its inner loops count separately.
+# Generation marks a loop of loops by `jax.named_scope("of_loops")`. Inner loops count separately.
 _OUTER_LOOP = re.compile(r"of_loops/while$")
 """Scope of a loop whose body consists of other loops."""
-# `kernels/grouped.py` writes the count, since the text of a program has none for such a loop.
+# `kernels/grouped.py` writes the count, since the compiler states none for a data-dependent loop.
 _TYPICAL_TRIPS = re.compile(r"usually_(\d+)_turns/while$")
 """Scope that names the typical trip count of a data-dependent loop."""
 _BACKWARD_PRODUCTS = {"dkv_kernel": 4, "dq_kernel": 3, "_bwd": 5}
@@ -122,7 +122,7 @@ class ProgramCosts(NamedTuple):
     """Data-dependent loops of all phases."""
 
     def largest_loop(self, phase: str, scope: str = "") -> DynamicLoop | None:
-        """Finds the loop with the most products per iteration.
+        """Finds the loop with the most products per iteration, if there is one.
 
         Args:
           phase: phase of the loop.
@@ -236,7 +236,7 @@ class CostCounter:
         phase_costs: dict[str, Cost] = {}
         loops: list[DynamicLoop] = []
         phase = ""
-        for computation, op in self._iterate_flat(self.program.entry):
+        for computation, op in self._iterate_flat_instructions(self.program.entry):
             # Instructions that the compiler inserts have no scope, and count for the phase before.
             phase = phase_name(op.scope) or phase
             if op.opcode == "while" and op.trip_count is None:
@@ -250,13 +250,13 @@ class CostCounter:
                 )
         return ProgramCosts(phase_costs, loops)
 
-    def _iterate_flat(self, computation: str) -> Iterator[tuple[str, Instruction]]:
+    def _iterate_flat_instructions(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yields instructions, descending into conditionals, calls and outer loops."""
         for op in self.program.computations[computation]:
             is_outer_loop = op.opcode == "while" and _OUTER_LOOP.search(op.scope)
             if is_outer_loop or op.opcode in ("conditional", "call"):
                 for name in self.program.find_callees(op):
-                    yield from self._iterate_flat(name)
+                    yield from self._iterate_flat_instructions(name)
             else:
                 yield computation, op
 

@@ -127,7 +127,7 @@ def analyze_step(text: str, expected: StepExpectation, card: Card | None) -> Fin
     for collective, byte_count in sync.bytes_sent.items():
         if _is_weight_gather(collective, expected.row_axes):
             shard_count = math.prod(mesh[axis] for axis in collective.axes)
-            # A device sends the gathered bytes less its own shard, which it already has.
+            # In an all-gather each device sends the gathered bytes less one shard.
             moved_bytes += byte_count * shard_count / (shard_count - 1)
     sync_moves = moved_bytes / expected.sync_bytes if expected.sync_bytes else 0.0
     warnings = [
@@ -211,8 +211,8 @@ def _round_warnings(
 def _learning_warnings(
     program: Program, costs: ProgramCosts, expected: StepExpectation
 ) -> Iterator[str]:
-    # A micro-batch costs four forward passes: forward, recomputed forward, and a backward of two.
-    # The limit leaves room for a pass that recomputes old logprobs.
+    # A micro-batch costs four forward passes: forward, recomputed forward, and a backward pass that
+    # costs two. The limit leaves room for a pass that recomputes old logprobs.
     needed_flops, loop = expected.micro_batch_flops, costs.largest_loop(LEARN)
     ratio = loop.cost.flops / (4 * needed_flops) if loop and needed_flops else 0.0
     if expected.has_experts and ratio > DENSE_EXPERT_RATIO:
@@ -240,11 +240,11 @@ def _learning_warnings(
             )
     if shard_count > 1 and replicated_arrays:
         yield (
-            f"rows are replicated over the data shards: {_join_some(replicated_arrays)} hold the"
-            " whole batch"
+            "rows are replicated over the data shards:"
+            f" {_join_descriptions(replicated_arrays)} hold the whole batch"
         )
     if vocab_gathers:
-        yield f"an all-gather of the whole vocabulary: {_join_some(vocab_gathers)}"
+        yield f"an all-gather of the whole vocabulary: {_join_descriptions(vocab_gathers)}"
 
 
 def _gather_size(op: Instruction) -> int:
@@ -256,7 +256,7 @@ def _gather_size(op: Instruction) -> int:
 
 def _copy_warnings(program: Program, expected: StepExpectation) -> Iterator[str]:
     # Generation updates its cache in place. A copy as large as a layer's keys means that XLA could
-    # not.
+    # not do so.
     copies: set[str] = set()
     for name, op in program.iterate_instructions():
         if GENERATE not in op.scope.split("/") or not expected.layer_cache_bytes:
@@ -265,7 +265,7 @@ def _copy_warnings(program: Program, expected: StepExpectation) -> Iterator[str]
             shapes = ", ".join(f"{shape.dtype}{list(shape.sizes)}" for shape in op.results)
             copies.add(f"{shapes} ({op.name} in {name})")
     if copies:
-        yield f"generation copies as much as a layer's keys: {_join_some(copies)}"
+        yield f"generation copies as much as a layer's keys: {_join_descriptions(copies)}"
 
 
 def _is_copy(program: Program, op: Instruction) -> bool:
@@ -281,7 +281,7 @@ def _is_copy(program: Program, op: Instruction) -> bool:
     return fused_opcodes <= move_opcodes and bool(fused_opcodes & {"copy", "transpose"})
 
 
-def _join_some(descriptions: set[str], limit: int = 3) -> str:
+def _join_descriptions(descriptions: set[str], limit: int = 3) -> str:
     ordered = sorted(descriptions)
     return "; ".join(ordered[:limit]) + (
         f" and {len(ordered) - limit} more" * (len(ordered) > limit)

@@ -35,7 +35,7 @@ _DISTRIBUTIONS = (
     "jax-cuda13-pjrt",
 )
 _DAMAGED = (EOFError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError)
-# The exceptions that unpacking and loading of damaged programs was seen to raise.
+# Exceptions that were observed while damaged programs were unpacked and loaded.
 _UNREADABLE = (
     *_DAMAGED,
     pickle.UnpicklingError,
@@ -93,8 +93,8 @@ def compiler_versions() -> dict[str, str]:
 def serialize_program(program: Any) -> bytes:
     """Serializes a compiled program."""
     components = serialize_executable.serialize(program)
-    # The repeated code of layers is too far apart for zlib's window. Its files are four times as
-    # large.
+    # The repeated code of layers is too far apart for zlib's window. Files of zlib are four times
+    # as large.
     return lzma.compress(pickle.dumps(components), preset=1)
 
 
@@ -148,7 +148,8 @@ class ProgramFolder:
     def open_writable(cls, folder: Path, target: ProgramTarget) -> "ProgramFolder":
         """Opens a folder to write to.
 
-        Programs for the same target are kept, others are dropped from the manifest.
+        Programs for the same target are kept. Others are dropped from the manifest at the first
+        `save_program`.
         """
         with contextlib.suppress(UnusableProgramError):
             return cls.open_existing(folder, target)
@@ -174,7 +175,7 @@ class ProgramFolder:
         return self._read_entry(name, lambda content: deserialize_program(content, devices))
 
     def is_intact(self, name: str) -> bool:
-        """Returns whether a program's file is undamaged."""
+        """Returns whether the folder has a program, with an undamaged file."""
         if name not in self:
             return False
         try:

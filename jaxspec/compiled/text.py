@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
 
     @property
     def trip_count(self) -> int | None:
-        """Trip count of a loop. None if it depends on data."""
+        """Trip count of a loop, or None if it depends on data."""
         match = _TRIPS.search(self.attributes)
         return int(match[1]) if match else None
 
@@ -167,7 +167,7 @@ def _find_shape_end(line: str, position: int) -> int:
 
 
 def _find_closing(line: str, position: int) -> int:
-    """Finds the parenthesis that closes the one at `position`."""
+    """Finds the parenthesis that closes the one at `position`, or the end of the line."""
     depth = 0
     for token in _NESTED.finditer(line, position):
         depth += {"(": 1, ")": -1}.get(token[0], 0)

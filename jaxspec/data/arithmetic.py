@@ -190,7 +190,7 @@ def sample_document(
         case "worked":
             return question + write_solution(exercise, rng, wrong_steps)
         case "guess":
-            # The absolute value, since no answer is negative.
+            # Takes the absolute value, since no answer is negative.
             return f"{question}#{abs(int(exercise.answer) + int(rng.integers(-12, 13)))}"
         case "list":
             questions = [
@@ -281,7 +281,7 @@ def _count_pairs(digits: int) -> int:
 
 
 def _permute_rank(rank: int, size: int) -> int:
-    """Permutes 0 to `size` - 1 in a fixed pseudo-random way."""
+    """Maps a rank to its place in a fixed pseudo-random order of 0 to `size` - 1."""
     # Products with odd numbers, sums and shifted xors permute the numbers of this many bits.
     bits = (size - 1).bit_length()
     mask = (1 << bits) - 1

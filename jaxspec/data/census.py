@@ -16,7 +16,7 @@ from jaxspec.rewards.mathematics.spelling import normalize_spelling, split_list
 MAX_REFERENCES = 100_000
 """Maximum number of references counted, from the first problems of a set."""
 MAX_REFERENCE_LENGTH = 4096
-"""Maximum characters of a reference that is parsed. A longer one is a sentence or a number."""
+"""Maximum characters of a reference that is parsed. A longer one counts as a sentence or number."""
 SENTENCE_WORDS = 5
 """Minimum number of words of a sentence."""
 COMMON_SHARE = 0.1
@@ -52,7 +52,7 @@ def describe_references(references: Iterable[tuple[str, str]], column: str) -> I
     """Yields report lines on the references of a set.
 
     The first line has their kinds. The others are warnings: for whole sentences, for words, and for
-    one reference that is very common.
+    one reference that is very common. Without references there are no lines.
 
     Args:
       references: location and text of each reference.

@@ -62,8 +62,8 @@ def _download_dataset(path: str, key: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The bases include the base class of the HTTP client's errors, which it raises without a
-    # network.
+    # The bases include the base class of the HTTP client's errors. The client raises these without
+    # a network.
     unreachable = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     refusals = (OSError, ValueError, *unreachable)
     name, _, pattern = path.partition(":")
@@ -71,7 +71,7 @@ def _download_dataset(path: str, key: str) -> Path:
     # `snapshot_download` raises the error to report.
     with contextlib.suppress(*refusals):
         files = HfApi().dataset_info(name).siblings or ()
-        # Its ConfigError is not suppressed, and is raised before anything is downloaded in vain.
+        # `_select_files` raises ConfigError, which is not suppressed, before any download.
         _select_files(path, key, [file.rfilename for file in files])
     patterns = [pattern] if pattern else [*_DATA_PATTERNS]
     try:
@@ -130,13 +130,13 @@ def _file_digest(file: Path) -> str:
     if not file.is_file():
         return hash_file(file)
     state = file.stat()
-    return _digest_version(file.absolute(), state.st_size, state.st_mtime_ns)
+    return _hash_file_version(file.absolute(), state.st_size, state.st_mtime_ns)
 
 
 # The start of a run needs a digest in several places. Size and time are keys of this cache only, so
 # that a file that changes is read again.
 @functools.lru_cache(maxsize=1024)
-def _digest_version(file: Path, size: int, modified_ns: int) -> str:
+def _hash_file_version(file: Path, size: int, modified_ns: int) -> str:
     """Returns the digest of a file in this state."""
     return hash_file(file)
 
@@ -171,7 +171,7 @@ class LineBatch:
     def iter_values(self, names: Sequence[str]) -> Iterator[Sequence[Any] | None]:
         """Yields the values of columns row by row.
 
-        A blank line gives None.
+        A blank line gives None. The value of a missing column is None.
 
         Raises:
           ConfigError: a line is not a JSON object.
@@ -207,7 +207,7 @@ class TableBatch:
         return self._table.num_rows
 
     def iter_values(self, names: Sequence[str]) -> Iterator[Sequence[Any] | None]:
-        """Yields the values of columns row by row."""
+        """Yields the values of columns row by row. The value of a missing column is None."""
         column_names = self._table.schema.names
         missing_column = [None] * len(self)
         with _convert_arrow_errors(self._source):
@@ -241,7 +241,8 @@ def iter_batches(files: Sequence[Path], source: str) -> Iterator[RowBatch]:
     Only one batch is in memory at a time.
 
     Raises:
-      ConfigError: pyarrow is missing, or a file is damaged. The message starts with `source`.
+      ConfigError: pyarrow is missing, or a file is damaged or has two columns of the same name.
+        The message starts with `source`.
       OSError: a file cannot be read.
     """
     row_count = 0

@@ -171,7 +171,8 @@ class RowParser:
         """Renders the prompt of a nonempty question.
 
         Raises:
-          ConfigError: the chat template refuses the question. The message names file and line.
+          ConfigError: the chat template refuses the question, or the built-in tokenizer lacks a
+            character. The message names file and line.
         """
         with prefix_errors(self.describe_row(index)):
             return self.tokenizer.render_prompt(
@@ -184,7 +185,7 @@ class RowParser:
         The prompt is empty if the line has no question.
 
         Raises:
-          ConfigError: as `parse_question` and `render_prompt`.
+          ConfigError: the line is not a JSON object, or as `parse_question` and `render_prompt`.
         """
         row = parse_json_line(line, self.describe_row(index))
         question = self.parse_question(row, index)
@@ -196,7 +197,11 @@ class RowParser:
         return Problem(prompt, ids, question.answer, index, row, question.normal_text)
 
     def parse_answer(self, line: bytes, index: int) -> str:
-        """Returns the reference answer of a line, without parsing the question."""
+        """Returns the reference answer of a line, without parsing the question.
+
+        Raises:
+          ConfigError: the line is not a JSON object, or its answer is invalid.
+        """
         return self._find_answer(parse_json_line(line, self.describe_row(index)), index, [])
 
     def _find_answer(self, row: Mapping[str, Any], index: int, absent_columns: list[str]) -> str:
@@ -227,7 +232,11 @@ class RowParser:
         )
 
     def _parse_chat(self, value: list[Any], index: int) -> list[Message]:
-        """Parses the messages of a chat."""
+        """Parses the messages of a chat.
+
+        Raises:
+          ConfigError: the value is not a chat of texts, or has no message of the user.
+        """
         chat = parse_messages(value)
         texts = [message.get("content") or "" for message in chat or []]
         user_messages = [message for message in chat or [] if message["role"] == "user"]
@@ -287,7 +296,7 @@ class RowParser:
     def _suggest_remedy(self, row: Mapping[str, Any], setting: str) -> str:
         """Suggests a remedy for a missing column."""
         option = self._option_name(setting)
-        # Another column name would break the training file, whose columns the setting names too.
+        # The setting also names the column of the training file, which another name would break.
         if self.key.endswith("eval_path"):
             return f"give the file the columns of data.path, which {option} names for both"
         # The problem must never be suggested as the answer, nor an answer as the problem: the run
@@ -344,8 +353,9 @@ def first_assertion(tests: str) -> str:
 def extract_reference(text: str) -> str:
     """Extracts the final answer of a reference.
 
-    It is the text after the last `####`, or else in the last \\boxed{}, or else the full text.
-    Returns an empty text if all boxes are empty, or if the normal form of the answer is empty.
+    It is the rest of the line after the last `####`, or else the content of the final \\boxed{}, or
+    else the full text.
+    Returns an empty text if only an empty box is found, or if the normal form is empty.
     """
     # GSM8K marks final answers by `####`.
     _, mark, last_part = text.rpartition("####")

@@ -24,7 +24,8 @@ def parse_messages(chat: Any) -> list[Message] | None:
     Returns None if the value is not a chat. Messages may have the keys `role` and `content`, or
     ShareGPT's `from` and `value`. The result has the former. Content in parts is joined if all
     parts are texts. Other keys (tool_calls, reasoning_content) are kept for the chat template. A
-    null counts as a missing key, and missing content as an empty text.
+    null counts as a missing key. Missing content becomes an empty text, unless the message has tool
+    calls.
     """
     messages = []
     for message in chat if isinstance(chat, list) else [None]:
@@ -58,7 +59,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _join_content(content: Any) -> Any:
-    """Joins content in parts into one text. Other content is unchanged."""
+    """Joins content whose parts are all texts. Other content is unchanged."""
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
         return content
     texts = [item.get("text") for item in content if item.get("type", "text") == "text"]
@@ -73,7 +74,7 @@ def parse_tools(value: Any) -> Tools | None:
     are no tools.
 
     Raises:
-      ConfigError: the value is of another type.
+      ConfigError: the value is anything else.
     """
     try:
         raw_tools = value.strip() if isinstance(value, str) else value
@@ -106,8 +107,8 @@ class UnrenderedCounter:
         # A single plain message has no parts to leave out.
         if not tools and [message.keys() for message in chat] == [{"role", "content"}]:
             return
-        # A part takes several renderings to test. Chats with the same roles and filled keys share
-        # the result.
+        # Each part takes a rendering to test. Chats with the same roles and filled keys share the
+        # result.
         filled_keys = [{name: bool(value) for name, value in message.items()} for message in chat]
         shape = json.dumps([[message["role"] for message in chat], filled_keys, bool(tools)])
         if shape not in self._parts_by_shape:

@@ -105,7 +105,7 @@ class ProblemFile(Problems):
         """1 for problems with a reference answer, else 0."""
         return self._table[:, _ANSWERED]
 
-    def count_shared(self, other: ProblemFile) -> int:
+    def count_shared_problems(self, other: ProblemFile) -> int:
         """Counts the problems that are also in `other`."""
         return int(np.isin(self._table[:, _KEY], other._table[:, _KEY]).sum())
 
@@ -142,7 +142,7 @@ def load_problem_file(parser: RowParser) -> ProblemFile:
     )
     if not fits.any():
         length_range = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
-        reason = _explain_empty(parser, skipped_lines, *length_range)
+        reason = _explain_empty_file(parser, skipped_lines, *length_range)
         raise ConfigError(f"{parser.key} {parser.path}: {reason}")
     return ProblemFile(parser, scan, scan.table[fits], skipped_lines)
 
@@ -151,7 +151,7 @@ def _load_scan(parser: RowParser, files: Sequence[Path], is_in_place: bool) -> S
     """Loads or builds the cached scan of files."""
     config = parser.config
     columns = config.prompt_column, config.answer_column, config.answer_style, config.instruction
-    # All that the table depends on, so that a change of any of it leads to a new scan.
+    # The key has all that the table depends on, so that any change leads to a new scan.
     key = content_key(
         "problems",
         read_sources(*_PARSER_SOURCES),
@@ -175,7 +175,7 @@ def _load_scan(parser: RowParser, files: Sequence[Path], is_in_place: bool) -> S
 
 
 def _scan_files(parser: RowParser, files: Sequence[Path], lines: BinaryIO | None) -> Scan:
-    """Scans files.
+    """Finds the distinct questions in files, and measures their prompts.
 
     Args:
       parser: parser of the rows.
@@ -240,7 +240,7 @@ class _Scanner:
                 continue
             self._row_count += 1
             # A row with the same values as an earlier usable one need not be parsed.
-            raw_key = _raw_key(values)
+            raw_key = _hash_values(values)
             if raw_key in self._index_by_raw_key:
                 self._table[self._index_by_raw_key[raw_key] * len(_FIELDS) + _TIMES] += 1
             elif self._add_row(batch.read_row(index), first_row + index, raw_key):
@@ -328,17 +328,17 @@ class _Scanner:
             return len(self._parser.tokenizer.encode(prompt))
 
 
-def _raw_key(values: Sequence[Any]) -> int | None:
-    """Hashes values. None if they cannot be serialized."""
+def _hash_values(values: Sequence[Any]) -> int | None:
+    """Hashes values. Returns None if they cannot be serialized."""
     try:
         # Versions after 2 also record which values are the same object, so equal values could
-        # differ.
+        # give different bytes.
         return hash(marshal.dumps(tuple(values), 2))
     except ValueError:
         return None
 
 
-def _explain_empty(
+def _explain_empty_file(
     parser: RowParser, skipped_lines: SkippedLines, shortest: int, longest: int
 ) -> str:
     """Explains why a file has no usable problem.

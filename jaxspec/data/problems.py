@@ -172,7 +172,8 @@ def load_all_problems(
 ) -> Problems:
     """Loads all problems of a file.
 
-    None is held out. Without `data.path`, loads the held-out side of a generated task.
+    None is held out. Without `data.path`, loads at most `data.eval_prompts` problems of the
+    held-out side of a generated task.
 
     Args:
       config: settings of the problems.
@@ -213,8 +214,8 @@ def load_problems(
         answer are treated alike.
 
     Raises:
-      ConfigError: a file or column is missing, a line is damaged, or too few prompts fit
-        `data.max_prompt_length`.
+      ConfigError: a setting, file, column or line cannot be used, no prompt fits
+        `data.max_prompt_length`, or there are too few problems to hold some out.
     """
     if not config.path:
         train, held_out = (
@@ -246,13 +247,16 @@ def load_problems(
         return problems, held_out
     # Only rows with answers are held out, since evaluations compare with them.
     answered = np.flatnonzero(problems.has_answer | (not is_judged))
-    return _hold_out_last(problems, answered, config, prefix)
+    return _hold_out_last_problems(problems, answered, config, prefix)
 
 
-def _hold_out_last(
+def _hold_out_last_problems(
     problems: ProblemFile, answered: Int[np.ndarray, " n"], config: DataConfig, prefix: str
 ) -> tuple[ProblemFile, ProblemFile]:
-    """Holds out the last of the `answered` rows, or none if these are too few."""
+    """Holds out the last of the `answered` rows, or none if these are too few.
+
+    Raises ConfigError if all rows are answered, and too few to hold some out.
+    """
     held_out_count = config.eval_prompts
     if len(problems) == len(answered) <= held_out_count:
         maximum = len(problems) - 1  # at least one is trained on
@@ -273,9 +277,9 @@ def _hold_out_last(
 def describe_problems(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
     """Returns report lines about the problems of a run.
 
-    They tell which lines were skipped, which problems for evaluation are also trained on, and which
-    sets have fewer problems than requested. If there are several sets, they also tell the size of
-    each.
+    They tell how many lines were skipped, which parts the prompts leave out, how many problems for
+    evaluation are also trained on, and which sets have too few problems. If there are several sets,
+    they also tell the size of each.
     """
     lines, batch, single = [], config.batch.prompts, len(sets.training) == 1
     for number, (set_config, problems) in enumerate(
@@ -294,9 +298,9 @@ def describe_problems(config: ResolvedConfig, sets: ProblemSets) -> list[str]:
         evaluated = sets.evaluation[set_config.name].problems
         skipped_text = f"; {evaluated.skipped_lines}" if str(evaluated.skipped_lines) else ""
         lines.append(f"{set_config.name}: {len(evaluated)} problems to measure by{skipped_text}")
-        lines += _warn_unrendered(evaluated, set_config.name)
+        lines += _unrendered_warnings(evaluated, set_config.name)
         for train in sets.training:
-            lines += _warn_shared(evaluated, train, set_config.name)
+            lines += _shared_warnings(evaluated, train, set_config.name)
     return lines
 
 
@@ -317,16 +321,16 @@ def _describe_set(
             f"{prefix}data.path {config.path}: {unanswered} of {len(problems)} prompts have"
             " no reference answer, which is not needed here"
         )
-    yield from _warn_unrendered(problems, f"{prefix}data.path {config.path}")
+    yield from _unrendered_warnings(problems, f"{prefix}data.path {config.path}")
     if held_out is not None and str(held_out.skipped_lines):
         yield (
             f"{prefix}data.eval_path {config.eval_path}: {held_out.skipped_lines};"
             f" {len(held_out)} held out"
         )
     if held_out is not None:
-        yield from _warn_shared(held_out, problems, "held-out")
+        yield from _shared_warnings(held_out, problems, "held-out")
     if held_out is not None and config.eval_path:
-        yield from _warn_unrendered(held_out, f"{prefix}data.eval_path {config.eval_path}")
+        yield from _unrendered_warnings(held_out, f"{prefix}data.eval_path {config.eval_path}")
     if len(problems) < batch_size:
         yield (
             f"warning: a batch takes {batch_size} problems, and there are {len(problems)} to train"
@@ -339,14 +343,14 @@ def _describe_set(
         )
 
 
-def _warn_unrendered(problems: Problems, source: str) -> Iterator[str]:
+def _unrendered_warnings(problems: Problems, source: str) -> Iterator[str]:
     for description, count in problems.unrendered.items():
         yield f"warning: {source}: prompts do not hold {description}, in {count} problems"
 
 
-def _warn_shared(evaluated: Problems, train: Problems, kind: str) -> Iterator[str]:
+def _shared_warnings(evaluated: Problems, train: Problems, kind: str) -> Iterator[str]:
     if isinstance(train, ProblemFile) and isinstance(evaluated, ProblemFile):
-        shared_count = evaluated.count_shared(train)
+        shared_count = evaluated.count_shared_problems(train)
         if shared_count:
             yield (
                 f"warning: {shared_count} of the {len(evaluated)} {kind} problems are among those"

@@ -76,13 +76,14 @@ def try_scorers(config: ResolvedConfig, sets: ProblemSets, scorers: SetScorers) 
     Raises:
       ConfigError: a verifier cannot read some reference answers, which are listed. Or a user's
         function gives no reward for trial responses to a problem.
+      PoolError: the workers have failed.
     """
     named_sets = [*config.sets_by_prefix.items()]
     for number, problems in sets.enumerate_sets():
         prefix, set_config = named_sets[number]
-        _require_readable(prefix, set_config.reward, scorers[number], problems)
+        _require_readable_references(prefix, set_config.reward, scorers[number], problems)
         if len(problems):
-            _require_rewarded(prefix, set_config, scorers[number], problems[0])
+            _require_trial_rewards(prefix, set_config, scorers[number], problems[0])
 
 
 def _make_scorer(
@@ -106,7 +107,7 @@ def _make_scorer(
     )
     # A worker imports a single function, so sets share a pool only if they share the function.
     if (needs_verifier or function) and function not in pools:
-        workers = count_workers(settings.workers)
+        workers = choose_worker_count(settings.workers)
         pools[function] = RewardPool(workers, settings.deadline, function)
     pool = pools[function] if needs_verifier or function else None
     style, reward_parts = set_config.data.answer_style, settings.all_parts
@@ -141,7 +142,7 @@ def _require_sandbox(prefix: str, sandbox: str) -> None:
     )
 
 
-def count_workers(requested: int) -> int:
+def choose_worker_count(requested: int) -> int:
     """Returns the number of worker processes.
 
     Args:
@@ -164,14 +165,14 @@ def count_workers(requested: int) -> int:
     return requested or min(MAX_DEFAULT_WORKERS, max(1, cores - 1), max_workers)
 
 
-def _require_readable(
+def _require_readable_references(
     prefix: str, settings: RewardConfig, scorer: Scorer, problems: Problems
 ) -> None:
-    """Raises ConfigError for unreadable reference answers."""
+    """Raises ConfigError for unreadable reference answers, and PoolError if workers failed."""
     if settings.verifier == "exact" or "answer" not in settings.all_parts:
         return
     locations, answers = zip(*problems.iter_references(), strict=True)
-    unreadable = scorer.find_unreadable(answers)
+    unreadable = scorer.find_unreadable_answers(answers)
     examples = [
         f"{locations[row]}: {format_value(answers[row])}"
         for row in itertools.islice(unreadable, _MAX_LISTED_ROWS)
@@ -185,8 +186,10 @@ def _require_readable(
     )
 
 
-def _require_rewarded(prefix: str, set_config: SetConfig, scorer: Scorer, problem: Problem) -> None:
-    """Raises ConfigError if a user's function fails a trial."""
+def _require_trial_rewards(
+    prefix: str, set_config: SetConfig, scorer: Scorer, problem: Problem
+) -> None:
+    """Raises ConfigError if a user's function fails a trial, and PoolError if workers failed."""
     # A function must handle responses without an answer too, such as those that are cut.
     style, reward = set_config.data.answer_style, set_config.reward
     answer_response = _TRIAL_RESPONSES[style].replace("ANSWER", problem.answer)
@@ -256,7 +259,7 @@ class Judge:
     def start_scoring(
         self, problems: Mapping[int, Problem], rollout: Rollout, rows: Int32[np.ndarray, " rows"]
     ) -> None:
-        """Lets the workers start on finished rows.
+        """Submits finished rows to the workers.
 
         Args:
           problems: problems of this process, by place among the prompts.
@@ -264,14 +267,14 @@ class Judge:
           rows: rows of this process.
         """
         is_complete = np.isin(global_arrays.read_local_rows(rollout.status, rows), (EOS, LENGTH))
-        ready_rows = self._collector.select_unsubmitted(rows[is_complete].tolist())
+        ready_rows = self._collector.select_unsubmitted_rows(rows[is_complete].tolist())
         if ready_rows:
             # An error here would stop one process only. `__call__` reports it on all of them.
             with contextlib.suppress(PoolError):
                 self._submit_rows(problems, rollout, ready_rows)
 
     def __call__(self, problems: Mapping[int, Problem], rollout: Rollout) -> RolloutScores:
-        """Scores the answers of this process.
+        """Scores the rows of this process.
 
         It waits for rows that `start_scoring` submitted, and submits the others.
 
@@ -287,7 +290,9 @@ class Judge:
             global_arrays.read_local_rows(leaf, rows) for leaf in fields
         )
         try:
-            self._submit_rows(problems, rollout, self._collector.select_unsubmitted(rows.tolist()))
+            self._submit_rows(
+                problems, rollout, self._collector.select_unsubmitted_rows(rows.tolist())
+            )
             scores, is_broken = self._collector.collect_scores(), False
         except PoolError as error:
             scores, is_broken = make_invalid_scores(len(rows), str(error)), True

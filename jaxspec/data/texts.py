@@ -102,7 +102,7 @@ class TextFile:
             ) from error
         if not row_count:
             raise tally.column_error or ConfigError(
-                f"{self.name}: {self._explain_empty(tally.counts)}"
+                f"{self.name}: {self._explain_empty_file(tally.counts)}"
             )
         # Hashes take far less memory than a set of the rows themselves.
         tally.counts[_REPEATED] = row_count - len(
@@ -140,7 +140,7 @@ class TextFile:
                 " that",
             )
 
-    def _explain_empty(self, counts: Counter[str]) -> str:
+    def _explain_empty_file(self, counts: Counter[str]) -> str:
         """Explains why a file has nothing to train on."""
         if counts[self._unanswered_label]:
             return (
@@ -210,7 +210,7 @@ class TextFile:
         self, row: dict[str, Any], column: str, location: str, tally: _Tally
     ) -> tuple[list[int], list[bool]]:
         """Returns tokens and loss mask of a chat."""
-        chat = _alternate_roles(row[column]) if column == "data" else row[column]
+        chat = _texts_to_messages(row[column]) if column == "data" else row[column]
         messages = parse_messages(chat)
         if messages is None:
             raise ConfigError(
@@ -228,7 +228,7 @@ class TextFile:
         return rendered
 
 
-def _alternate_roles(chat: Any) -> Any:
+def _texts_to_messages(chat: Any) -> Any:
     """Turns a list of texts into messages. Other values are unchanged."""
     if not isinstance(chat, list) or not all(isinstance(text, str) for text in chat):
         return chat
@@ -242,7 +242,11 @@ def _is_blank(value: Any) -> bool:
 
 
 def _find_column(row: dict[str, Any], location: str) -> str:
-    """Returns the column to read. Empty if all are null or missing."""
+    """Returns the column to read, or an empty text if all are null or missing.
+
+    Raises:
+      ConfigError: the row has both 'text' and 'messages'.
+    """
     columns = [name for name in _COLUMNS if row.get(name) is not None]
     if len(columns) > 1:
         raise ConfigError(
@@ -253,7 +257,7 @@ def _find_column(row: dict[str, Any], location: str) -> str:
 
 
 def _missing_column_error(row: dict[str, Any], location: str) -> ConfigError | None:
-    """Returns the error for a row without any of the columns, if it has none."""
+    """Returns the error for a row that lacks all columns. Returns None if it has one."""
     # A column that is null is not missing.
     if any(name in row for name in (*_COLUMNS, *_OTHER_COLUMNS)):
         return None

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.drafts.base import Unroll
 from jaxspec.drafts.recurrent import Network
-from jaxspec.kernels.chunks import map_masked
+from jaxspec.kernels.chunks import map_masked_positions
 from jaxspec.kernels.segment_attention import attend_visible
 from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack
@@ -88,14 +88,16 @@ def unroll_hidden(
         mask = jnp.any(
             jnp.stack([_shift_left(pack.loss_mask, depth + 1) for depth in deep_depths]), axis=0
         )
-        # Estimated activations per entry, by which `map_masked` sizes its chunks.
+        # Estimated activations per entry, by which `map_masked_positions` sizes its chunks.
         width = (
             (3 * network.config.ffn + 4 * network.config.embed) * network.stack * len(deep_depths)
         )
         if network.config.family.experts:  # all devices must exchange tokens in the same chunks
             deep_outputs = run_deep((network, true_states), *leaves)
         else:
-            deep_outputs = map_masked(run_deep, (network, true_states), width, *leaves, mask=mask)
+            deep_outputs = map_masked_positions(
+                run_deep, (network, true_states), width, *leaves, mask=mask
+            )
         outputs += [deep_outputs[:, :, index] for index in range(len(deep_depths))]
     return jnp.stack(
         [_shift_right(hidden, depth + 1) for depth, hidden in enumerate(outputs)], axis=2

@@ -73,7 +73,11 @@ def check_tensor_headers(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def load_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
-    """Checks and reads a draft's tensors."""
+    """Checks and reads a draft's tensors.
+
+    Raises:
+      ConfigError: as `check_tensor_headers`, or values are not finite.
+    """
     # All headers come first, so that a bad one is reported before gigabytes are read.
     check_tensor_headers(tensors)
     return {name: stored.read() for name, stored in tensors.items()}
@@ -208,7 +212,7 @@ def replace_leaves(network: Any, arrays: NamedArrays) -> Any:
 
 
 def export_tensors(mappings: list[WeightMapping], network: PyTree) -> dict[str, np.ndarray]:
-    """Returns a network's tensors by published name."""
+    """Converts a network to tensors by published name."""
     leaves = leaves_by_path(network)
     entries = [
         (entry, np.asarray(leaves[mapping.weight_path][entry.leading_index]))

@@ -19,7 +19,11 @@ from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 from jaxspec.models.decoder import tap_boundaries
 
 TapConvention = Literal["auto", "boundary", "output_of"]
-"""Meaning of layer numbers in config.json: layers applied, or layers whose output is read."""
+"""Meaning of layer numbers in config.json.
+
+They are numbers of layers applied (`boundary`), or layers whose output is read (`output_of`).
+`auto` decides by the file.
+"""
 
 # Markers of other drafts, in lower case, as parts of architectures or types.
 _UNSUPPORTED_DRAFTS = {
@@ -196,7 +200,7 @@ def _parse_form(
 def _parse_taps(
     flags: JsonObject, convention: TapConvention, target: ModelSpec, log: Callable[[str], Any]
 ) -> tuple[int, ...]:
-    """Parses the boundaries that the head reads. Empty for the default ones.
+    """Parses the boundaries that the head reads. Returns an empty tuple for the default ones.
 
     A boundary is the number of decoder layers that have been applied. SpecForge writes the layers
     whose output is read, such as [1, 17, 32]. vLLM and speculators write the boundaries, which are

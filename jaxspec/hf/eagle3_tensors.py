@@ -196,7 +196,7 @@ class _HeadTemplate(NamedTuple):
         }
 
 
-def _head_template(
+def _build_head_template(
     config: ModelSpec,
     head: HeadSpec,
     tensors: Mapping[str, StoredTensor] | NamedArrays,
@@ -250,7 +250,7 @@ def check_head_tensors(
       ConfigError: `head_arrays` would refuse the tensors.
     """
     check_tensor_headers(tensors)
-    template = _head_template(config, head, tensors, (policy.vocab, policy.embed), source)
+    template = _build_head_template(config, head, tensors, (policy.vocab, policy.embed), source)
     weights = {
         name: tensor for name, tensor in tensors.items() if name not in template.skipped_names
     }
@@ -278,7 +278,7 @@ def head_arrays(
     Returns:
       Arrays by attribute path, with `vocabulary` if the head has a vocabulary of its own.
     """
-    template = _head_template(config, head, tensors, target["embedding"].shape, source)
+    template = _build_head_template(config, head, tensors, target["embedding"].shape, source)
     ids = template.ids
     weights = {name: array for name, array in tensors.items() if name not in template.skipped_names}
     if "lm_head.weight" not in weights:

@@ -63,7 +63,7 @@ def vocabulary_ids(
     )
     ids = np.zeros(0, int) if mask is None else np.flatnonzero(mask)
     if offsets is not None:
-        ids = _add_offsets(offsets, vocab, source)
+        ids = _offsets_to_ids(offsets, vocab, source)
     if mask is not None:
         mask_ids = np.flatnonzero(mask)
         require(
@@ -98,7 +98,7 @@ def _check_buffers(
             require(buffer.shape == (size,), f"{message} {expected}")
 
 
-def _add_offsets(offsets: np.ndarray, vocab: int, source: str) -> np.ndarray:
+def _offsets_to_ids(offsets: np.ndarray, vocab: int, source: str) -> np.ndarray:
     """Returns the ids that d2t stores as offsets."""
     ids = np.arange(len(offsets)) + offsets.astype(np.int64)
     fits = bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab)

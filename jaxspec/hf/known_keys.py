@@ -91,7 +91,7 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, []),
     "rope_interleaved": (False,),
     "shared_expert_intermediate_size": (0,),
-    # vLLM's YaRN reads these two keys, transformers does not.
+    # vLLM's YaRN reads these two keys, but transformers does not.
     "extrapolation_factor": (1,),
     "apply_yarn_scaling": (True,),
     # NVIDIA's EAGLE-3 heads state these keys.

@@ -142,7 +142,7 @@ def adapter_changes(
     """
     _check_adapter_config(adapter_config)
     pairs = _pair_matrices(network, tensors)
-    _check_completeness(network, pairs, adapter_config)
+    _check_configured_adapters(network, pairs, adapter_config)
     changes: WeightChanges = {}
     for name in dict.fromkeys(name for name, _ in pairs):
         depth, inputs, outputs = axis_sizes(network, name)
@@ -221,7 +221,8 @@ def _check_key_types(keys: JsonObject) -> None:
                 f" {_PATTERN_LIMITS}"
             )
             require(
-                _is_simple(expression), f"{message}: write it so, or name the modules one by one"
+                _is_simple_expression(expression),
+                f"{message}: write it so, or name the modules one by one",
             )
 
 
@@ -235,8 +236,8 @@ def _check_expression(expression: str, source: str) -> None:
         ) from error
 
 
-def _is_simple(expression: str) -> bool:
-    """Whether an expression is within `_PATTERN_LIMITS`."""
+def _is_simple_expression(expression: str) -> bool:
+    """Returns whether an expression is within `_PATTERN_LIMITS`."""
     # Backtracking may take exponential time, and a downloaded file could hang the run. Escapes and
     # character classes are dropped first, since their characters are no operators.
     operators = re.sub(r"\\.|\[[^\]]*\]", "", expression).replace("(?:", "(")
@@ -297,8 +298,10 @@ def _pair_matrices(network: Decoder, tensors: Mapping[str, np.ndarray]) -> Matri
     return pairs
 
 
-def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[str, Any]) -> None:
-    """Checks that each configured adapter has its tensors."""
+def _check_configured_adapters(
+    network: Decoder, pairs: MatrixPairs, config: Mapping[str, Any]
+) -> None:
+    """Checks that adapters have the configured ranks, and that none is missing."""
     for (name, layer), pair in pairs.items():
         rank = _lookup_pattern(
             config.get("rank_pattern"), _module_name(layer, name), config.get("r")
@@ -321,7 +324,7 @@ def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[st
     for name in modules or ():
         (target,) = choose_targets((name.rpartition(".")[2],), network.config, source)
         missing = [_module_name(layer, target) for layer in layers if (target, layer) not in pairs]
-        # A full name is that of some layers' modules only.
+        # A name with dots may stand for the modules of some layers only.
         if "." in name:
             missing = []
         require(
@@ -332,7 +335,7 @@ def _check_completeness(network: Decoder, pairs: MatrixPairs, config: Mapping[st
 
 
 def _lookup_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Returns the value of the first matching expression."""
+    """Returns the value of the first matching expression, or `default`."""
     # As in PEFT, an expression must match the end of the name.
     matches = (
         value for key, value in (pattern or {}).items() if re.match(_suffix_expression(key), module)

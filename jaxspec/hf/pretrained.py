@@ -134,7 +134,7 @@ def make_adapter_merger(path: str, shapes: Decoder) -> Callable[[Decoder], Decod
 
 
 def fingerprint_checkpoint(path: str) -> str:
-    """Hashes a checkpoint's configs and weights."""
+    """Hashes samples of a checkpoint's configs and weights."""
     # Checkpoints have many gigabytes, so only samples are read. They suffice, because training
     # changes numbers everywhere.
     digest, folder = hashlib.sha256(), find_folder(path, "checkpoint")
@@ -213,7 +213,8 @@ class HfCheckpoint:
           ignore: allows unknown tensors.
 
         Raises:
-          ConfigError: tensors are missing, unknown, quantized, no floats, or of another shape.
+          ConfigError: tensors are missing, unknown, quantized, not floats, or of another shape. Or
+            a stored head differs from the embedding that it is tied to.
         """
         # Comes first. Packed weights also have other shapes, but that error would hide the cause.
         refuse_quantized(folder, tensors)

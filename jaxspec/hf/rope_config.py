@@ -16,6 +16,9 @@ def parse_rope(keys: JsonObject, ignore: bool = False) -> tuple[float, float, Ro
 
     Reads the format of transformers 4 (rope_theta, rope_scaling) and that of transformers 5.
     `ignore` allows unknown keys.
+
+    Raises:
+      ConfigError: the kind is not supported, a key is missing or unknown, or keys contradict.
     """
     scaling = _find_scaling(keys)
     theta = _parse_theta(keys, scaling)
@@ -33,7 +36,7 @@ def parse_rope(keys: JsonObject, ignore: bool = False) -> tuple[float, float, Ro
         " linear, yarn, llama3",
     )
     original, factor = _parse_stretch(keys, scaling, kind, max_positions)
-    # Files often keep the unscaled length, so only one beyond original * factor counts.
+    # Files often keep the unscaled length, so only a length beyond original * factor counts.
     longest = max_positions if max_positions > original * factor else 0
     rope = RopeSpec(kind=kind, context=original, longest=longest)  # pyright: ignore[reportArgumentType]
     if kind == "llama3":
@@ -201,7 +204,7 @@ def rope_json(config: ModelSpec) -> dict[str, Any]:
         }
         if rope.attention_factor:
             default = yarn_attention_factor(factor)
-            # Transformers reads the first, vLLM and SGLang the second.
+            # Transformers reads the first key. vLLM and SGLang read the second.
             scaling |= {
                 "attention_factor": rope.attention_factor,
                 "attn_factor": rope.attention_factor / default,

@@ -30,9 +30,9 @@ _INFINITY_BITS = {"F64": 0x47EFFFFFF << 28, "F32": 0x7F80 << 16, "F16": 0x7C00, 
 
 
 def _is_finite(array: np.ndarray, dtype: str) -> bool:
-    """Whether a tensor is finite in float32.
+    """Returns whether a tensor is finite in float32.
 
-    True for dtypes other than floats of 16 bits or more.
+    Returns True for dtypes other than floats of 16 bits or more.
     """
     infinity, bits = _INFINITY_BITS.get(dtype), 8 * array.dtype.itemsize
     if infinity is None or not array.size:
@@ -77,8 +77,8 @@ class StoredTensor(NamedTuple):
     def _read_rows(self, stored_rows: int, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of a padded or cut tensor."""
         start, stop, _ = index[0].indices(self.shape[0])
-        # Stays within the stored rows. A range in the padding reads the last one, for its dtype and
-        # other axes, and drops it.
+        # Stays within the stored rows. A range in the padding reads the last stored row, for its
+        # dtype and other axes, and drops it.
         stored_range = slice(
             min(start, stored_rows - 1), max(min(stop, stored_rows), min(start, stored_rows - 1))
         )
@@ -168,7 +168,7 @@ def open_tensors(folder: Path, name: str = WEIGHTS_FILE) -> dict[str, StoredTens
     """
     index_file = folder / f"{name}.index.json"
     if index_file.is_file():
-        return _open_indexed(folder, index_file)
+        return _open_indexed_tensors(folder, index_file)
     file = folder / name
     if not file.is_file():
         # Loading a pickle can run any code, so these files are named but never read.
@@ -231,7 +231,7 @@ def list_unread_weights(folder: Path, name: str = WEIGHTS_FILE) -> list[str]:
     return sorted(weight_files - read_files)
 
 
-def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
+def _open_indexed_tensors(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
     """Opens the tensors that an index lists."""
     shards_by_tensor = load_json_object(index_file).get_object("weight_map").content
     require(
@@ -260,7 +260,7 @@ def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
             f"{folder / shard} lacks the tensor {format_name(tensor)}, which {index_file.name}"
             " places there; download it again",
         )
-    # Two copies of a tensor may differ, as where shards of different checkpoints were mixed.
+    # Two copies of a tensor may differ, for example if shards of two checkpoints were mixed.
     for shard, header in headers.items():
         for tensor in header:
             listed_shard = shards_by_tensor.get(tensor, shard)
@@ -273,7 +273,7 @@ def _open_indexed(folder: Path, index_file: Path) -> dict[str, StoredTensor]:
 
 
 def _is_plain_name(name: Any) -> bool:
-    """Whether a name refers to a file in the same folder."""
+    """Returns whether a name refers to a file in the same folder."""
     return (
         isinstance(name, str)
         and name.isprintable()

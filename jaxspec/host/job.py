@@ -29,8 +29,8 @@ from jaxspec.inputs.checked import ConfigError, first_line, require, translate_s
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes import peers
-from jaxspec.processes.devices import core_count, count_devices, prepare_devices
-from jaxspec.processes.joining import initialize_processes
+from jaxspec.processes.devices import configure_cpu_devices, core_count, count_devices
+from jaxspec.processes.joining import join_job
 from jaxspec.processes.process_0 import broadcast_number
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step
@@ -226,7 +226,7 @@ def open_job(config: ResolvedConfig) -> Job:
     members = config.mesh.expert * config.mesh.tensor
     shards = config.mesh.data or (1 if split else max(1, core_count() // members))
     start_jax(config, shards * members)
-    initialize_processes(process_identity(config))
+    join_job(process_identity(config))
     mesh = meshes.make_mesh(*check_config(config, count_devices(), jax.process_count()))
     job = make_job(config, mesh)
     # Errors in the input folders are reported before any long work.
@@ -278,7 +278,7 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     """Configures JAX: 64-bit types, compilation cache and devices.
 
     Must run before any use of a device. `devices` and `threads` are those of
-    `devices.prepare_devices`.
+    `devices.configure_cpu_devices`.
     """
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
@@ -288,7 +288,7 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if has_cuda_plugin():
         set_xla_flags(GPU_OPTIONS)
-    prepare_devices(devices, threads)
+    configure_cpu_devices(devices, threads)
 
 
 def largest_weight_size(model: ModelSpec) -> int:

@@ -59,7 +59,7 @@ class JsonObject:
         return value
 
     def get_strings(self, key: str) -> list[str]:
-        """Returns a list of strings. Empty if the key is missing."""
+        """Returns a list of strings, which is empty if the key is missing."""
         value = self._get_value(key, [])
         self._require_type(
             isinstance(value, list) and all(isinstance(item, str) for item in value),
@@ -69,7 +69,7 @@ class JsonObject:
         return value
 
     def get_ints(self, key: str) -> list[int]:
-        """Returns a list of whole numbers. Empty if the key is missing."""
+        """Returns a list of whole numbers, which is empty if the key is missing."""
         value = self._get_value(key, [])
         self._require_type(
             isinstance(value, list) and all(is_integer(item) for item in value),
@@ -79,7 +79,7 @@ class JsonObject:
         return value
 
     def get_object(self, key: str) -> "JsonObject":
-        """Returns an object. Empty if the key is missing."""
+        """Returns an object, which is empty if the key is missing."""
         value = self._get_value(key, {})
         self._require_type(isinstance(value, Mapping), key, "an object or null")
         return JsonObject(value, f"{self.source}, {key}")
@@ -192,7 +192,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from a file.
 
     Raises:
-      ConfigError: the file is missing, or is not a JSON object.
+      ConfigError: the file cannot be read, or is not a JSON object.
     """
     # Reading a pipe could block forever.
     require(

@@ -22,7 +22,7 @@ def import_function(function: str) -> Callable[..., Any]:
 
     Raises:
       ValueError, ImportError, AttributeError, TypeError: there is no such function.
-      Exception: any error that its module raises.
+      Exception: its file cannot be read, or its module raises the error.
     """
     module_name, mark, name = function.rpartition(":")
     if not mark or not module_name or not name:
@@ -39,7 +39,7 @@ def import_function(function: str) -> Callable[..., Any]:
         sys.path.insert(0, str(path.parent))
         spec.loader.exec_module(module)
     else:
-        # Programs started with `python -m` have this folder on the path already, scripts do not.
+        # Programs started with `python -m` already have this folder on the path. Scripts do not.
         sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(module_name)
     attribute = getattr(module, name)

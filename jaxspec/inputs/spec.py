@@ -201,7 +201,7 @@ class ModelSpec(ModelConfig, prefix="model."):
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> ModelSpec:
-        """Makes the spec of a model of Qwen3's family."""
+        """Makes the spec of a model of Qwen3's family. Returns a spec as it is."""
         return model if isinstance(model, ModelSpec) else cls(**vars(model))
 
     @property
@@ -261,7 +261,7 @@ class HeadSpec(HeadConfig, prefix="head."):
 
     @classmethod
     def from_config(cls, head: HeadConfig) -> HeadSpec:
-        """Makes the spec of a new head."""
+        """Makes the spec of a new head. Returns a spec as it is."""
         return head if isinstance(head, HeadSpec) else cls(**vars(head))
 
 
@@ -289,7 +289,7 @@ class DraftSpec:
     """Maximum draft length of a round (K)."""
     policy: ModelSpec
     decoder: ModelSpec | None
-    """Decoder of a loaded draft. None if the draft is made for the policy."""
+    """Decoder of a loaded draft, or None if the draft is made for the policy."""
     head: HeadSpec
     vocab: int
     """Tokens of the draft's own vocabulary. 0 = the policy's vocabulary."""

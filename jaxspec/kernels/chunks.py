@@ -54,8 +54,8 @@ def map_in_chunks(
       elements_per_position: Number of elements that `function` holds at each position, for all
         rows together.
       *arrays: Inputs [B T ...].
-      mask: Positions whose results matter; None for all. A CPU may skip the other positions, whose
-        results are then zero.
+      mask: Positions whose results matter, or None for all. A CPU may skip the other positions,
+        whose results are then zero.
     """
     length = arrays[0].shape[1]
     chunk = _chunk_length(length, max(elements_per_position, 1))
@@ -70,7 +70,7 @@ def map_in_chunks(
     return jax.tree.map(lambda array: _join_chunks(array, length), results)
 
 
-def map_masked(
+def map_masked_positions(
     function: Callable[..., Any],
     networks: PyTree,
     elements_per_position: int,
@@ -90,7 +90,7 @@ def map_masked(
 
 
 def _should_compact(elements_per_position: int) -> bool:
-    """Whether a CPU should skip positions outside the mask."""
+    """Returns whether to skip positions outside the mask, as for wide functions on a CPU."""
     # For cheap functions, moving positions would cost more than it saves.
     return elements_per_position >= WIDE_ELEMENTS and not has_gpus_in_scope()
 
@@ -140,8 +140,8 @@ def _map_leading_chunks(
 
     Results of the other chunks are zeros. The backward pass recomputes each chunk.
     """
-    # `used_count` is known at run time only. JAX cannot differentiate such a loop, so the backward
-    # pass is written by hand.
+    # `used_count` is known at run time only. JAX cannot differentiate a loop with such a count, so
+    # the backward pass is written by hand.
 
     @jax.custom_vjp
     def map_chunks(networks: PyTree, chunks: PyTree, used_count: Int[Array, ""]) -> PyTree:

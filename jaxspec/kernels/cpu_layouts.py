@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-# XLA's float32 kernels for AVX-512 compute 64 outputs at once; blocks of 32 or 128 are slower.
+# XLA's float32 kernels for AVX-512 compute 64 outputs at once. Blocks of 32 or 128 are slower.
 BLOCK_OUTPUTS, PART_INPUTS = 64, 128
 """Outputs of a block of a `BlockedParam`, and inputs of a part of a `SplitParam`."""
 # A product with all blocks at once copies the rows for each block, which is cheap if rows are few.
@@ -131,14 +131,14 @@ plain_product.defvjp(_tensordot_forward, _tensordot_backward)
 
 
 def wide_product(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
-    """Multiplies, with sums in at least float32."""
+    """Multiplies `x` by a weight, with results in at least float32."""
     kernel = kernel.astype(x.dtype)
     # For narrow types, JAX's own gradient would multiply float32 by the narrow type.
     return jnp.einsum("BTI,IO->BTO", x, kernel) if is_wide(x) else plain_product(x, kernel, 1, True)
 
 
 def is_wide(x: Array) -> bool:
-    """Whether `x` is float32 or wider."""
+    """Returns whether `x` is float32 or wider."""
     return x.dtype == np.promote_types(x.dtype, np.float32)
 
 

@@ -26,7 +26,7 @@ def all_to_all_rows(
     Sends the first `send_counts[x]` rows of `rows[x]` to member x. Returns the rows received from
     each member. Only the first `receive_counts[x]` rows from member x are meaningful.
     """
-    # XLA has no ragged all-to-all for CPUs, so all `n` rows travel there.
+    # XLA has no ragged all-to-all for CPUs, so all `n` rows are sent there.
     if not has_gpus_in_scope():
         return lax.all_to_all(rows, EXPERT, 0, 0, tiled=True)
     members, capacity, width = rows.shape

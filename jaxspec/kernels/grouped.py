@@ -4,8 +4,8 @@ The cost is proportional to the number of tokens. Pairs of a token and one of it
 by expert. A loop multiplies one block of pairs of the same expert at a time.
 """
 
-# Not `lax.ragged_dot`: outside TPUs XLA multiplies every row by every expert there. For Qwen3 235B
-# that is 128 times the products, and 34 GB of temporaries for 4,096 tokens of one layer.
+# Not `lax.ragged_dot`: outside TPUs XLA multiplies every row by every expert. For Qwen3 235B this
+# makes 128 times the products, and 34 GB of temporaries for 4,096 tokens of one layer.
 
 import functools
 import math
@@ -96,7 +96,7 @@ def expert_swiglu(
 
     Args:
       tokens: Inputs of the experts.
-      expert_ids: Experts of each token. The number of experts E stands for no expert.
+      expert_ids: Experts of each token, from 0. An id equal to their number E means no expert.
       weights: Weights of these experts.
       experts: Gate, up and down projections. With a slice of F, results are partial sums.
       expert_shards: Number of shards that hold experts. `experts` are those of one shard, which is

@@ -26,7 +26,7 @@ COPY_ROWS = 8
 """Divisor of the number of rows in copies of queries and results."""
 SWIZZLE_LANES = 64
 """Number of bfloat16 elements in a swizzle of 128 bytes of shared memory."""
-# Shared memory holds two such pages of keys, and their values.
+# Shared memory holds two pages of keys of this size, and their values.
 MAX_PAGE_ELEMENTS = 128 * 128
 """Largest number of elements of the keys of one head in a page."""
 # Two thread blocks for each of the 132 multiprocessors of an H100.
@@ -36,16 +36,17 @@ HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def has_hopper_gpus() -> bool:
-    """Whether the mesh in scope has Hopper GPUs."""
+    """Returns whether the mesh in scope has Hopper GPUs."""
     # The kernel uses WGMMA instructions, which other generations do not have.
     device_words = device_kind_in_scope().replace("-", " ").split()
     return any(name in device_words for name in HOPPER_NAMES)
 
 
 def supports_shapes(query: Float[Array, "B T M R H"], keys: Float[Array, "... P M H s"]) -> bool:
-    """Whether the kernel supports these shapes and types.
+    """Returns whether the kernel supports these shapes and types.
 
-    It needs bfloat16, and page and head sizes that are multiples of a swizzle.
+    It needs bfloat16, and page and head sizes that are multiples of a swizzle. The size of a page
+    and the number of queries are limited.
     """
     _, length, _, shared, size = query.shape
     page_size = keys.shape[-1]

@@ -125,7 +125,7 @@ def _forward(
             index: Array, state: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
             max_score, weight_sum, weighted_values = state
-            scores = _mask_scores(tiles, _take_block(keys, index), index)
+            scores = _masked_scores(tiles, _take_block(keys, index), index)
             new_max = jnp.maximum(max_score, jnp.max(scores, axis=1))
             base = jnp.where(new_max == -jnp.inf, 0, new_max)  # -inf - -inf is NaN
             weights, rescale = jnp.exp(scores - base[:, None]), jnp.exp(max_score - base)
@@ -190,7 +190,7 @@ def _backward(
         ) -> tuple[Array, Array, Array]:
             d_query, d_keys, d_values = gradients
             key_block = _take_block(keys, index)
-            weights = jnp.exp(_mask_scores(tiles, key_block, index) - base)
+            weights = jnp.exp(_masked_scores(tiles, key_block, index) - base)
             d_weights = _accum_einsum("MsH,MHq->Msq", _take_block(values, index), d_attended)
             d_scores = (weights * (d_weights + shift) * scale).astype(query.dtype)
             d_key_block = _accum_einsum("Msq,MHq->MsH", d_scores, tiles.query)
@@ -228,7 +228,7 @@ def _accum_einsum(subscripts: str, lhs: Array, rhs: Array) -> Array:
     return jnp.einsum(subscripts, lhs, rhs, preferred_element_type=_accum_dtype(lhs))
 
 
-def _mask_scores(
+def _masked_scores(
     tiles: _QueryTiles,
     key_block: Float[Array, "M s H"],
     index: Array,

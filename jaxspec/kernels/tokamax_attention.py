@@ -21,8 +21,8 @@ MOSAIC, TRITON = "mosaic_gpu", "triton"
 # On Blackwell, heads of 256 do not fit the shared memory of the backward kernel.
 MAX_HEAD_SIZE = 128
 """Largest head size for which the kernels are used."""
-# Their backward pass reads a mask of all pairs of positions, which takes 576 MiB at this length.
-# Micro-batches are shorter.
+# The backward pass of these kernels reads a mask of all pairs of positions, which takes 576 MiB at
+# this length. Micro-batches are shorter.
 MAX_TRITON_LENGTH = 24576
 """Largest number of positions for which the Triton kernels are used."""
 

@@ -19,7 +19,7 @@ class AttentionMask(NamedTuple):
     """Distance between the draft positions that a query sees."""
 
     def is_visible(self, positions: Int[Array, " C"]) -> Bool[Array, "B T C"]:
-        """Whether each query sees each position."""
+        """Returns whether each query sees each position."""
         query_positions, last = self.query_positions[:, :, None], self.last[:, :, None]
         is_draft = (positions > last) & (positions <= query_positions)
         # `period` and `first` are static, so common masks skip these comparisons.

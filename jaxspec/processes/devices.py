@@ -45,7 +45,7 @@ def describe_machine(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def prepare_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
+def configure_cpu_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
     """Sets how many devices a CPU is split into.
 
     Must run before JAX starts its backends. By default there is one device per core, with one
@@ -59,8 +59,7 @@ def prepare_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
     Raises:
       ConfigError: an environment variable does not hold a valid number, or XLA_FLAGS is malformed.
     """
-    # Shards generate rows independently. On two cores, two devices of one thread each decoded
-    # small models 1.1 to 2.8 times as fast as one device with two threads.
+    # NPROC is only checked here.
     environment_number("NPROC", 1)
     configured_count, local_count = (
         environment_number(name, 1, _MOST_DEVICES)
@@ -68,7 +67,9 @@ def prepare_devices(device_count: int = 0, threads_per_device: int = 0) -> None:
     )
     if _has_forced_devices() or configured_count:
         return
-    # A config that needs more devices is refused later, with the number that there is.
+    # Shards generate rows independently. On two cores, two devices of one thread each decoded
+    # small models 1.1 to 2.8 times as fast as one device with two threads. A config that needs more
+    # devices is refused later, with the number that there is.
     count = local_count or min(device_count or core_count(), _MOST_DEVICES)
     # XLA's CPU client reads NPROC when it starts.
     os.environ.setdefault("NPROC", str(threads_per_device or max(1, core_count() // count)))

@@ -42,8 +42,8 @@ def locate_rows(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
 def read_local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
     """Reads rows of a global array.
 
-    Each must have a copy in this process. Communicates with no other process, and allocates memory
-    for the requested rows only.
+    Each row must have a copy in this process. Communicates with no other process, and allocates
+    memory for the requested rows only.
     """
     host = np.zeros((len(rows), *array.shape[1:]), array.dtype)
     for shard in array.addressable_shards:
@@ -57,8 +57,8 @@ def read_local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
 def from_local_rows(leaf: Any, rows: np.ndarray, values: np.ndarray) -> jax.Array:
     """Makes a global array from local rows.
 
-    These are the rows that have a copy in this process. `leaf` gives shape and sharding. `rows` are
-    the ascending row numbers of `values`. No process allocates memory for rows of others.
+    `values` are the rows that have a copy in this process, and `rows` their ascending numbers.
+    `leaf` gives shape and sharding. No process allocates memory for rows of others.
     """
 
     def read_shard(index: Any) -> np.ndarray:

@@ -25,7 +25,7 @@ _SHUTDOWN_TIMEOUT = 60
 """Seconds that finished processes wait for the others."""
 
 
-def initialize_processes(identity: Mapping[str, Any]) -> None:
+def join_job(identity: Mapping[str, Any]) -> None:
     """Joins the other processes of the job, if there are any.
 
     JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES and JAXSPEC_PROCESS_ID describe the job. If
@@ -36,8 +36,8 @@ def initialize_processes(identity: Mapping[str, Any]) -> None:
       identity: values by name that must be equal in all processes.
 
     Raises:
-      ConfigError: the variables are invalid or incomplete, the port is taken, a process is late, or
-        the processes were started differently.
+      ConfigError: the variables are invalid or incomplete, the port is taken, a process is late,
+        the processes were started differently, or JAX cannot join them.
     """
     wait_seconds = environment_number(WAIT_VARIABLE, minimum=1) or 300
     member = member_from_variables()

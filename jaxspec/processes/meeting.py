@@ -96,14 +96,13 @@ def meet_processes(
       ConfigError: the coordinator is not host:port, its port is taken, or the time is up. Also if
         two processes have the same id, or the number of processes or `identity` differs.
     """
-    # JAX would wait without output, and end the process with a stack trace of C++ at its timeout.
-
+    # JAX alone would wait without output, and end the process with a stack trace of C++.
     host, port = _parse_address(member.coordinator, VARIABLES[0])
     reporter = _WaitReporter(member, timeout)
     identity_json = json.dumps(dict(identity))
     if member.process_id:
         return {0: _call_process_0(host, port, member, reporter, identity_json)}
-    # Also if there is only one process, so that a taken port is explained.
+    # Listens even if there is only one process, so that a taken port is explained.
     with _open_listener(member, port) as listener:
         return _gather_processes(listener, member, reporter, json.loads(identity_json))
 
@@ -150,7 +149,7 @@ def _open_listener(member: JobMember, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        # The text of other errors repeats the address.
+        # Except for `gaierror`, the text of an error repeats the address.
         reason = (
             os.strerror(error.errno)
             if error.errno and not isinstance(error, socket.gaierror)
@@ -329,8 +328,8 @@ def _call_process_0(
                     return connection
         except socket.gaierror as error:
             absence = f"the name {host} is not known here ({error.strerror})"
-            # A container's name may become known only when it starts, so this tries again. A wrong
-            # name should be reported at once, not after the first interval.
+            # A container's name may become known only when it starts, so the call is repeated. A
+            # wrong name should be reported at once, not after the first interval.
             if not is_host_unknown:
                 reporter.report(f"finds that {absence}; trying again")
             is_host_unknown = True

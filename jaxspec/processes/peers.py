@@ -56,28 +56,30 @@ class Peers:
     def announce_end(self, status: int, reason: str) -> None:
         """Tells the others that this process ends.
 
-        Without a reason, it ends as they do. With one, it ends before them, and this returns when
-        it may end, or after some seconds.
+        Without a reason, the job has ended. With one, the others end too, and this method waits for
+        them, some seconds at most: process 0 for their ends, the others for its announcement.
         """
         # Python aborts if a thread prints while the main thread ends.
         with self._print_lock:
             self._leave_event.set()
         grace = _SIGNAL_GRACE if status > 128 else _ERROR_GRACE
-        self._broadcast(
-            self._format_end(status, grace, f"has ended: {reason}") if reason else _LEFT_MESSAGE
+        self._broadcast_message(
+            self._format_end_message(status, grace, f"has ended: {reason}")
+            if reason
+            else _LEFT_MESSAGE
         )
         # Process 0 ends last, and the others after its announcement. JAX prints long messages if it
         # misses one of them.
         if reason:
             self._release_event.wait(_ERROR_GRACE + 2 * _HEARTBEAT_SECONDS)
 
-    def _format_end(
+    def _format_end_message(
         self, status: int, grace: float, cause: str, process_id: int | None = None
     ) -> str:
         process_id = self._member.process_id if process_id is None else process_id
         return f"{_ENDED_PREFIX} {status} {process_id} {grace} {cause}"
 
-    def _broadcast(self, message: str) -> None:
+    def _broadcast_message(self, message: str) -> None:
         text = " ".join(message.splitlines())[:_MAX_REASON]
         for process_id, connection in self._connections.items():
             if process_id not in self._disconnected:
@@ -91,17 +93,17 @@ class Peers:
             last_beat = time.monotonic()
             while selector.get_map():
                 for key, _ in selector.select(_HEARTBEAT_SECONDS):
-                    if not self._receive_from(key.data):
+                    if not self._receive_messages(key.data):
                         selector.unregister(key.fileobj)
                 current_time = time.monotonic()
                 if current_time - last_beat >= _HEARTBEAT_SECONDS:
-                    self._broadcast(_ALIVE_MESSAGE)
+                    self._broadcast_message(_ALIVE_MESSAGE)
                     # After a delay of this process itself, messages may wait to be read.
                     if current_time - last_beat < 2 * _HEARTBEAT_SECONDS:
                         self._report_silent_peers(current_time)
                     last_beat = current_time
 
-    def _receive_from(self, process_id: int) -> bool:
+    def _receive_messages(self, process_id: int) -> bool:
         """Reads from a process. Returns whether more may come."""
         try:
             data = self._connections[process_id].recv(4096)
@@ -119,7 +121,7 @@ class Peers:
         if not data and process_id not in self._departed:
             cause = "has ended without notice (killed, or out of memory)"
             self._departed.add(process_id)
-            self._follow_end(process_id, 1, f"{cause}; {_RESUME_HINT}", 0.0)
+            self._end_after_peer(process_id, 1, f"{cause}; {_RESUME_HINT}", 0.0)
         # Process 0 waits until the others are gone, and they wait only for its announcement.
         if len(self._disconnected if self._member.process_id == 0 else self._departed) == len(
             self._connections
@@ -134,29 +136,29 @@ class Peers:
             status, ended_id, grace, cause = message.removeprefix(_ENDED_PREFIX).split(maxsplit=3)
             if int(ended_id) == process_id:  # process 0 also reports the end of others
                 self._departed.add(process_id)
-            self._follow_end(int(ended_id), int(status), cause, float(grace))
+            self._end_after_peer(int(ended_id), int(status), cause, float(grace))
 
-    def _follow_end(self, ended_id: int, status: int, cause: str, grace: float) -> None:
+    def _end_after_peer(self, ended_id: int, status: int, cause: str, grace: float) -> None:
         """Ends this process after another, unless it ends by itself."""
         if self._leave_event.is_set() or self._is_ending:
             return
         self._is_ending = True  # further ends follow from the first one
         if self._member.process_id == 0:
-            self._broadcast(self._format_end(status, grace, cause, ended_id))
+            self._broadcast_message(self._format_end_message(status, grace, cause, ended_id))
         # In another thread, so that this one continues to send and read messages.
         notice = f"process {ended_id} of {self._member.process_count} {cause}"
         threading.Thread(
-            target=self._end_process, args=(notice, status, grace), daemon=True
+            target=self._end_this_process, args=(notice, status, grace), daemon=True
         ).start()
 
-    def _end_process(self, notice: str, status: int, grace: float) -> None:
+    def _end_this_process(self, notice: str, status: int, grace: float) -> None:
         if grace and self._leave_event.wait(_HEARTBEAT_SECONDS):  # all processes are ending
             return
         self._print_message(f"{notice}; this process ends too")
         if grace and self._leave_event.wait(grace):
             return
         if self._member.process_id == 0:
-            self._broadcast(self._format_end(status, grace, "has ended too"))
+            self._broadcast_message(self._format_end_message(status, grace, "has ended too"))
             self._release_event.wait(2 * _HEARTBEAT_SECONDS)
         # The main thread may be blocked in a collective, which no exception interrupts.
         os._exit(status)
@@ -182,7 +184,7 @@ class Peers:
 
 
 _peers: Peers | None = None
-"""Peers of this process, of which JAX has one client as well."""
+"""Peers of this process, or None if it has none. JAX also has a single client of the job."""
 
 
 def watch_peers(member: JobMember, connections: Mapping[int, socket.socket]) -> None:

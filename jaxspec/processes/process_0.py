@@ -16,7 +16,10 @@ _MAX_MESSAGE_BYTES = 4096
 
 
 def run_in_process_0_first(work: Callable[[], _T]) -> _T:
-    """Runs `work` in process 0, then in the others, which find its files."""
+    """Runs `work` in process 0, then in the others, which find its files.
+
+    `work` must not return None.
+    """
     result = work() if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("process 0 is done")

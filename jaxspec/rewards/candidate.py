@@ -20,14 +20,14 @@ ITERATOR_TYPES = (
 )
 """Types of values that are sent as a list of their items."""
 MAX_ITEMS = 100_000
-"""Items read from an iterator, which may be endless."""
+"""Items read at most from an iterator, which may be endless."""
 
 
 def encode_value(value: Any, objects: list[Any]) -> list[Any]:
     """Encodes a value as JSON.
 
-    Values of built-in types are encoded by type and content. Any other value is appended to
-    `objects` and encoded by its index there.
+    Plain values, containers and iterators are encoded by content, and built-in types by name. Any
+    other value is appended to `objects` and encoded by its index there.
     """
     # Exact types, not `isinstance`: a subclass may override `==` and arithmetic.
     value_type = type(value)
@@ -40,7 +40,7 @@ def encode_value(value: Any, objects: list[Any]) -> list[Any]:
         return [value_type.__name__, list(value)]
     if value_type in (list, tuple, set, frozenset):
         return [value_type.__name__, [encode_value(item, objects) for item in value]]
-    # Includes Counter and defaultdict.
+    # Counter and defaultdict count as dictionaries.
     if isinstance(value, dict) and value_type.__module__ in ("builtins", "collections"):
         return [
             "dict",
@@ -51,7 +51,7 @@ def encode_value(value: Any, objects: list[Any]) -> list[Any]:
     if value_type in ITERATOR_TYPES or (
         hasattr(value_type, "__next__") and value_type.__module__ == "itertools"
     ):
-        # Iterators are sent as lists, so the program is not asked again for each item.
+        # All items are sent at once, so that the program is not asked for each.
         items = [item for item, _ in zip(value, range(MAX_ITEMS), strict=False)]
         return ["iterator", [encode_value(item, objects) for item in items]]
     name = getattr(value, "__name__", "")

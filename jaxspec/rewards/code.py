@@ -60,7 +60,8 @@ _SANDBOX_TIMEOUT = 30.0
 class ProgramError(Exception):
     """Error in a program's process.
 
-    It stands for exceptions that are not built-ins, and for an end of the process.
+    It stands for an exception that is not a built-in, an end of the process, and a value that
+    cannot be sent.
     """
 
 
@@ -88,7 +89,10 @@ class RemoteObject:
 
 @functools.cache
 def find_sandbox() -> str:
-    """Finds the strictest sandbox that works here."""
+    """Finds the strictest sandbox that works here.
+
+    Returns its key in `SANDBOXES`, which is empty if none works.
+    """
     for name in SANDBOXES:
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -106,12 +110,13 @@ def find_sandbox() -> str:
 
 
 def _build_command(sandbox: str, folder: str, source: str, *arguments: str) -> list[str]:
-    """Builds the command that runs source code.
+    """Builds the command that runs source code in a sandbox.
 
-    The code runs in a sandbox, and in `folder`.
+    bubblewrap makes `folder` the working folder. In namespaces it is the place where the new root
+    is mounted.
     """
-    # The real path, as a sandbox does not show the link in a virtual environment. Isolated mode
-    # (-I), as modules must not come from the folder or from PYTHONPATH.
+    # The real path is needed, as a sandbox does not show the link in a virtual environment. Option
+    # -I keeps out modules of the folder and of PYTHONPATH.
     python = [os.path.realpath(sys.executable), "-I", "-B", "-c"]
     match sandbox:
         case "namespaces":
@@ -125,7 +130,7 @@ def _build_command(sandbox: str, folder: str, source: str, *arguments: str) -> l
             return [*python, source, *arguments]
 
 
-def is_test(tests: str) -> bool:
+def is_test_program(tests: str) -> bool:
     """Returns whether `tests` is a program with asserts.
 
     An assert counts if it is outside of functions and classes. It also counts in a top-level
@@ -171,7 +176,7 @@ class _AssertCounter(ast.NodeTransformer):
 def passes_tests(tests: str, program: str, seconds: float, folder: str, sandbox: str) -> bool:
     """Returns whether `program` passes `tests`.
 
-    It passes if no assert fails, and at least one is reached.
+    It passes if no assert fails, no error is raised, and at least one assert is reached.
 
     Args:
       tests: a trusted program with asserts. It runs in this process.
@@ -195,7 +200,7 @@ def passes_tests(tests: str, program: str, seconds: float, folder: str, sandbox:
         namespace = process.load_program(program, used_names)
         namespace |= {"__name__": "__main__", "__held__": lambda: passed_asserts.append(None)}
         exec(compile(counted_tree, "tests", "exec"), namespace)
-        # If an empty list is returned, a loop over its items never reaches the assert inside.
+        # If the program returns an empty list, a loop over it never reaches the assert inside.
         return bool(passed_asserts)
     return False
 
@@ -263,7 +268,7 @@ class _ProgramProcess:
         while not self._stop_event.wait(_WATCH_INTERVAL):
             children = [pid for pid in list_children() if pid not in self._existing_children]
             program_pids = [*children, *list_descendants(children)]
-            # Direct children are not counted: in a sandbox, that process is the sandbox's own.
+            # Direct children are not counted: in a sandbox they are processes of the sandbox.
             if (
                 len(program_pids) > MAX_PROCESSES + len(children)
                 or sum(map(measure_memory, program_pids)) > MAX_MEMORY
@@ -272,7 +277,7 @@ class _ProgramProcess:
                 return
 
     def __exit__(self, *_: object) -> None:
-        # The watcher also kills and reaps processes, so it must be done before the rest does.
+        # The watcher also kills and reaps processes, so it must end before this method does.
         self._stop_event.set()
         self._watcher.join()
         # Closing flushes, which fails if the process has ended.
@@ -280,11 +285,11 @@ class _ProgramProcess:
             self._question_file.close()
         self._answer_file.close()
         end_descendants(self._existing_children)
-        # Only lets `subprocess` notice the end: the line above has reaped the process.
+        # Only lets `subprocess` notice the end: `end_descendants` has reaped the process.
         self._process.wait()
         remove_folder(self._folder)
 
-    def _send_question(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _ask_process(self, question: dict[str, Any]) -> dict[str, Any]:
         self._question_file.write(json.dumps(question) + "\n")
         self._question_file.flush()
         # The limit keeps a program from filling this process's memory by one answer.
@@ -312,9 +317,10 @@ class _ProgramProcess:
         The names are those in `used_names` that the program defines. Their values are proxies of
         its functions, and modules of the standard library that it imported.
 
-        A function named like a built-in is left out, unless it is the only function returned.
+        A function named like a built-in is left out, unless it is the only function that the tests
+        use. Raises the errors of `request_value`.
         """
-        answer = self._send_question({"program": program})
+        answer = self._ask_process({"program": program})
         functions, modules = ({str(name) for name in answer[key]} for key in ("names", "modules"))
         functions &= used_names
         # A program could otherwise replace `abs` or `sorted` in the tests. If the tests use a
@@ -341,7 +347,9 @@ class _ProgramProcess:
           keywords: keyword arguments of the call.
 
         Raises:
-          ProgramError: the process has ended, or raised an exception that is not a built-in.
+          ProgramError: an argument or the answer cannot be sent, the process ended, or the program
+            raised an exception that is not a built-in.
+          OSError: the process had already ended.
           Exception: the built-in exception that the program raised.
         """
         question = {
@@ -350,7 +358,7 @@ class _ProgramProcess:
             "arguments": [self._encode_argument(argument) for argument in arguments],
             "named": {name: self._encode_argument(argument) for name, argument in keywords.items()},
         }
-        value = self._send_question(question)["value"]
+        value = self._ask_process(question)["value"]
         return candidate.decode_value(value, lambda number: RemoteObject(number, self))
 
     @staticmethod
@@ -364,9 +372,9 @@ class _ProgramProcess:
 
 
 def _replace_object_numbers(encoded: Any, objects: list[Any]) -> Any:
-    """Replaces the objects in an encoded value.
+    """Replaces the numbers of objects in an encoded value.
 
-    Their positions in `objects` become the numbers that the program's process uses.
+    Positions in `objects` become the numbers that the program's process uses.
 
     Raises:
       ProgramError: an object is not a proxy.

@@ -11,17 +11,17 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _MAX_KILL_ROUNDS = 1000
-"""Rounds of killing processes that start others meanwhile."""
+"""Rounds after which `end_descendants` gives up, as processes start others meanwhile."""
 
 
 def end_descendants(excluded_pids: Collection[int] = ()) -> None:
-    """Kills and reaps all processes below this one.
+    """Kills and reaps the processes below this one.
 
-    Children in `excluded_pids` are spared. Descendants whose parent has ended are found only if
-    this process has called `adopt_orphans`.
+    Children in `excluded_pids` are spared, with all processes below them. Unless this process has
+    called `adopt_orphans`, only its children are found.
     """
-    # Killing a child makes its children those of this process, so each round reaches one level
-    # deeper, including processes that were forked meanwhile.
+    # This process adopts the children of a killed child. So each round reaches one level deeper,
+    # including processes that were forked meanwhile.
     for _ in range(_MAX_KILL_ROUNDS):
         pids = [pid for pid in list_children() if pid not in excluded_pids]
         if not pids:
@@ -86,11 +86,11 @@ def adopt_orphans() -> None:
     _call_prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-def signal_parent_death(number: int, parent: int) -> None:
+def request_parent_death_signal(number: int, parent: int) -> None:
     """Requests a signal for when the parent ends.
 
     The system then sends signal `number` to this process. It is sent at once if `parent` has
-    already ended. Only Linux notifies of later ends.
+    already ended. On systems other than Linux, a later end sends none.
     """
     _call_prctl(1, number)  # PR_SET_PDEATHSIG
     # The parent may have ended before the call above, in which case nobody sends the signal.

@@ -94,17 +94,19 @@ _DAPO_PATTERNS = (
 def extract_answer(text: str, style: Style, *, in_thought: bool = False) -> str | None:
     """Extracts the final answer of a response.
 
-    Returns None if `text` states no answer. Text in <think>...</think> is ignored, also if the
-    block is not closed. With `in_thought`, the text begins inside a block that the prompt has
-    opened.
+    Returns None if `text` states no answer. Text up to the last </think> is ignored, and so is text
+    after a <think> that follows it. With `in_thought`, the text begins inside a block that the
+    prompt has opened.
 
     Styles:
       hash: first word after the last `#`, on the same line.
-      boxed: content of the last balanced \\boxed{}, or of all final ones (`find_final_boxes`).
-      answer_line: rest of the line after the last `Answer:`, without a box or Markdown emphasis.
+      boxed: content of the last balanced \\boxed{}, or of all final ones (`find_final_boxes`). If
+        there is none, the word after the last \\boxed.
+      answer_line: content of a box on the line after the last `Answer:`, or else the rest of that
+        line, without Markdown emphasis.
       either: as `boxed`, or else as `answer_line`.
-      dapo: rest of the line after `Answer:` in the last 300 characters, unchanged. This is the
-        rule of DAPO's published code (arXiv 2503.14476).
+      dapo: rest of the line after the last `Answer:` in the last 300 characters. This is the rule
+        of DAPO's published code (arXiv 2503.14476).
       number: last number in the text, for policies that do not mark answers (flexible-extract of
         lm-evaluation-harness).
       code: program in the last complete code blocks, between ``` or ~~~ marks.
@@ -133,7 +135,7 @@ def extract_answer(text: str, style: Style, *, in_thought: bool = False) -> str 
 
 
 def opens_thought(prompt: str) -> bool:
-    """Returns whether a prompt opens a <think> block."""
+    """Returns whether a prompt ends by opening a <think> block."""
     return prompt.rstrip().endswith("<think>")
 
 
@@ -141,7 +143,7 @@ def normalize_answer(answer: str) -> str:
     """Normalizes an answer for comparison as text.
 
     Removes `$`, spaces, trailing dots and thousands separators, and shortens numbers: `042.0`
-    becomes `42`. Spaces separate the elements of a list: `1, 234` does not become 1234, nor `1 2`
+    becomes `42`. Spaces that separate numbers are kept: `1, 234` does not become 1234, nor `1 2`
     12.
     """
     stripped = answer.replace("\\$", "").replace("$", "").strip()
@@ -209,7 +211,7 @@ def find_final_boxes(text: str) -> list[str]:
     Boxes of a list have at most `MAX_BOX_GAP` characters between them, and no word that announces
     a conclusion, such as `so`. A box inside another box is part of its content.
     """
-    # Start of each box, start of its content, and end.
+    # For each box: its start, the start of its content, and its end.
     spans: list[tuple[int, int, int]] = []
     open_braces: list[tuple[bool, int, int]] = []
     for brace in _BRACE.finditer(text):

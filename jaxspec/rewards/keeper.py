@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from jaxspec.rewards.code import find_sandbox, remove_folder
-from jaxspec.rewards.descendants import adopt_orphans, end_descendants, signal_parent_death
+from jaxspec.rewards.descendants import adopt_orphans, end_descendants, request_parent_death_signal
 from jaxspec.rewards.worker import TOKEN_SIZE, WorkerChannel, frame_task, pop_answer, run_worker
 
 START_TIMEOUT = 120.0
@@ -34,7 +34,7 @@ MAX_START_FAILURES = 5
 # On a busy machine a check may be late only because of other tasks, so it is tried again.
 FIRST_TRY_SHARE = 1 / 3
 """Share of a task's time limit for the first try of a check. A second try has the rest."""
-# Such tries stop all other work. With more late checks than this, the answers are at fault.
+# An exclusive try stops all other work. With more late checks than this, the answers are at fault.
 MAX_EXCLUSIVE_RETRIES = 8
 """Second tries of a batch during which no other task runs."""
 BATCH_DEADLINES = 20
@@ -55,7 +55,7 @@ class WorkerProcess:
     token: bytes
     """Prefix of all answers of this worker."""
     deadline: float
-    """Monotonic time at which its start or its task is late."""
+    """Monotonic time from which its start or its task is late."""
     unsent: bytes = b""
     """Bytes of its task that are still to be sent."""
     received_bytes: bytearray = dataclasses.field(default_factory=bytearray)
@@ -120,7 +120,7 @@ class Keeper:
             self._workers.append(self._fork_worker())
 
     def serve_client(self) -> None:
-        """Answers requests until the connection is closed."""
+        """Answers requests until the connection is closed, and then ends the workers."""
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 self._assign_tasks()
@@ -137,14 +137,14 @@ class Keeper:
                     worker = workers_by_fd.get(fd)
                     if worker is None:
                         self._receive_request(json.loads(self._client.recv_bytes()))
-                    # Any other event, an end included, is noticed when reading.
+                    # Other events, such as the worker's end, are noticed when reading.
                     elif event == select.POLLOUT:
                         self._send_task(worker)
                     else:
                         self._receive_answer(worker)
                 for worker in list(self._workers):
                     if is_busy(worker) and time.monotonic() >= worker.deadline:
-                        self._handle_loss(worker)
+                        self._handle_lost_worker(worker)
                 self._expire_batches()
                 self._send_answers()
         while self._workers:
@@ -153,7 +153,7 @@ class Keeper:
         remove_folder(self._folder)
 
     def _poll_timeout(self) -> float | None:
-        """Returns the milliseconds to the next deadline, if any."""
+        """Returns the milliseconds to the next deadline, or None if there is none."""
         deadlines = [worker.deadline for worker in self._workers if is_busy(worker)]
         deadlines += [batch.deadline for batch in self._batches.values()]
         soonest = min(deadlines, default=math.inf)
@@ -161,7 +161,7 @@ class Keeper:
         return None if math.isinf(remaining_seconds) else 1000 * remaining_seconds + 1
 
     def _assign_tasks(self) -> None:
-        """Gives tasks to idle workers. An exclusive task waits until no other task runs."""
+        """Gives tasks to idle workers. No other task runs beside an exclusive one."""
         for worker in list(self._workers):
             running = [peer.task for peer in self._workers if peer.task]
             if is_busy(worker) or not self._queue or any(task.is_exclusive for task in running):
@@ -206,7 +206,8 @@ class Keeper:
     def _receive_answer(self, worker: WorkerProcess) -> None:
         """Reads from a worker, and records a complete answer.
 
-        A worker that sends anything else than an answer to its task is replaced.
+        The worker is replaced if it has ended, sends anything else than an answer to its task, or
+        has answered `MAX_WORKER_TASKS`. Raises EOFError if it could not start.
         """
         try:
             chunk = worker.connection.recv(2**20)
@@ -215,13 +216,13 @@ class Keeper:
         except OSError:
             chunk = b""
         if not chunk:
-            self._handle_loss(worker)
+            self._handle_lost_worker(worker)
             return
         worker.received_bytes += chunk
         try:
             answer = pop_answer(worker.received_bytes, worker.token)
         except ValueError:
-            self._handle_loss(worker, wrote_invalid=True)
+            self._handle_lost_worker(worker, wrote_invalid=True)
             return
         if answer is None:
             return
@@ -232,7 +233,7 @@ class Keeper:
             return
         task, worker.task = worker.task, None
         if task is None:
-            self._handle_loss(worker, wrote_invalid=True)
+            self._handle_lost_worker(worker, wrote_invalid=True)
             return
         worker.answered_count += 1
         # Bytes after the answer are not the worker's, but those of a user's function.
@@ -240,11 +241,11 @@ class Keeper:
             self._replace_worker(worker)
         self._record_answer(task, answer)
 
-    def _handle_loss(self, worker: WorkerProcess, wrote_invalid: bool = False) -> None:
-        """Replaces a worker that is late or lost.
+    def _handle_lost_worker(self, worker: WorkerProcess, wrote_invalid: bool = False) -> None:
+        """Replaces a worker that is late, has ended or wrote invalid bytes.
 
-        It may also have written something other than an answer, if `wrote_invalid`. Its task is
-        tried a second time, or is answered with the failure.
+        Its check is tried a second time. After that, or if the task is a call of a user's function,
+        the answer is the failure. Raises EOFError if workers cannot start.
         """
         task, is_late = worker.task, time.monotonic() >= worker.deadline
         if not worker.is_ready:
@@ -330,7 +331,7 @@ class Keeper:
         if pid == 0:
             try:
                 signal.signal(_ORPHAN_SIGNAL, signal.SIG_DFL)
-                signal_parent_death(signal.SIGKILL, keeper_pid)
+                request_parent_death_signal(signal.SIGKILL, keeper_pid)
                 # A copy kept here would hide the end of a connection from its other side.
                 for connection in inherited_sockets:
                     connection.close()
@@ -357,7 +358,7 @@ class Keeper:
 
 
 def is_busy(worker: WorkerProcess) -> bool:
-    """Returns whether a worker starts or has a task."""
+    """Returns whether a worker is starting or has a task."""
     return worker.task is not None or not worker.is_ready
 
 
@@ -381,7 +382,7 @@ def main() -> None:
             os._exit(1)
 
     signal.signal(_ORPHAN_SIGNAL, exit_orphaned)
-    signal_parent_death(_ORPHAN_SIGNAL, int(client_pid))
+    request_parent_death_signal(_ORPHAN_SIGNAL, int(client_pid))
     # Forked workers have the module without importing it again.
     with contextlib.suppress(ImportError):
         import math_verify  # noqa: F401  # pyright: ignore[reportMissingImports]

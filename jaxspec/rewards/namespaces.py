@@ -87,7 +87,7 @@ def enter_sandbox(root: str) -> None:
     """
     syscalls, parent, user = _SystemCalls(), os.getppid(), FIRST_UID + os.getpid()
     has_user_namespace = _unshare_namespaces(syscalls)
-    _end_with_parent(syscalls, parent)
+    _request_kill_with_parent(syscalls, parent)
     # A new process namespace applies to children only.
     child = os.fork()
     if child:
@@ -97,9 +97,9 @@ def enter_sandbox(root: str) -> None:
         os._exit(os.waitstatus_to_exitcode(status) and 1)
     _mount_minimal_root(syscalls, root)
     _drop_privileges(syscalls, None if has_user_namespace else user)
-    # Comes last, as a change of user clears the setting. The parent is outside of the process
+    # Comes last, as a change of user clears the request. The parent is outside of the process
     # namespace, so its id is 0 here.
-    _end_with_parent(syscalls, 0)
+    _request_kill_with_parent(syscalls, 0)
 
 
 def _unshare_namespaces(syscalls: _SystemCalls) -> bool:
@@ -144,7 +144,7 @@ def _mount_minimal_root(syscalls: _SystemCalls, root: str) -> None:
         Path(root + path).mkdir(parents=True, exist_ok=True)
     for path in ("/dev/shm", HOME_FOLDER):
         Path(root + path).chmod(0o1777)
-    # Some containers do not allow it. The sandbox then has no /proc.
+    # Some containers do not allow this mount. The sandbox then has no /proc.
     with contextlib.suppress(OSError):
         syscalls.mount("proc", f"{root}/proc", "proc", NOSUID | NODEV, None)
     with contextlib.suppress(OSError):
@@ -159,7 +159,10 @@ def _mount_minimal_root(syscalls: _SystemCalls, root: str) -> None:
 
 
 def _bind_mount(syscalls: _SystemCalls, source: Path, target: Path) -> None:
-    """Mounts `source` at `target`. All but devices are read-only."""
+    """Mounts `source` at `target`, read-only unless it is a device.
+
+    A link is copied instead. A missing `source` or an existing `target` is left alone.
+    """
     # A target exists if a folder above it is already mounted.
     if not source.exists() or target.exists() or target.is_symlink():
         return
@@ -185,7 +188,8 @@ def _bind_mount(syscalls: _SystemCalls, source: Path, target: Path) -> None:
 def _drop_privileges(syscalls: _SystemCalls, user: int | None) -> None:
     """Drops all privileges of this process.
 
-    The process becomes `user`. With None, it is already mapped to `nobody`.
+    The process becomes `user`, or `nobody` if that id is not mapped. With None, it is already
+    mapped to `nobody`.
     """
     if user is not None:
         try:
@@ -207,8 +211,11 @@ def _set_user(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _end_with_parent(syscalls: _SystemCalls, parent: int) -> None:
-    """Requests that this process is killed when `parent` ends."""
+def _request_kill_with_parent(syscalls: _SystemCalls, parent: int) -> None:
+    """Requests that this process is killed when `parent` ends.
+
+    Exits if `parent` has already ended.
+    """
     syscalls.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     # The parent may have ended before the call.
     if os.getppid() != parent:

@@ -32,6 +32,6 @@ class Scores(NamedTuple):
 
 
 def make_invalid_scores(row_count: int, reason: str) -> Scores:
-    """Makes scores of rows that have no rewards, for `reason`."""
+    """Makes the scores of rows without rewards. `reason` says why they have none."""
     outcomes = np.full(row_count, Outcome.ERROR, np.int8)
     return Scores(np.zeros(row_count, np.float32), outcomes, np.zeros(row_count, bool), reason)

@@ -45,12 +45,12 @@ def adapt_function(function: Callable[..., Any]) -> UserFunction:
         return UserFunction(function)
     parameters = signature.parameters
     if "solution_str" in parameters:
-        _require_provided(signature, "verl", _build_verl_arguments("", "", "", {}))
+        _check_required_parameters(signature, "verl", _build_verl_arguments("", "", "", {}))
         return UserFunction(
             _wrap_verl_row(function, signature), f"verl's form, row by row: {VERL_FORM}"
         )
     if "solution_strs" in parameters:
-        _require_provided(signature, "verl", _build_verl_batch([], [], [], []))
+        _check_required_parameters(signature, "verl", _build_verl_batch([], [], [], []))
         return UserFunction(
             _wrap_verl_batch(function, signature), f"verl's form: {VERL_BATCH_FORM}"
         )
@@ -77,7 +77,7 @@ def _function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _require_provided(
+def _check_required_parameters(
     signature: inspect.Signature, project: str, provided: Mapping[str, Any]
 ) -> None:
     """Checks that a form provides all required parameters.
@@ -113,7 +113,9 @@ def _find_required_parameters(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def _select_accepted(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str, Any]:
+def _select_accepted_arguments(
+    signature: inspect.Signature, arguments: dict[str, Any]
+) -> dict[str, Any]:
     """Selects the arguments that a function accepts."""
     parameters = signature.parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -148,7 +150,10 @@ def _wrap_verl_row(
 ) -> Callable[..., Any]:
     def call_rows(*columns: list[Any]) -> list[Any]:
         argument_sets = (_build_verl_arguments(*row) for row in zip(*columns, strict=True))
-        return [function(**_select_accepted(signature, arguments)) for arguments in argument_sets]
+        return [
+            function(**_select_accepted_arguments(signature, arguments))
+            for arguments in argument_sets
+        ]
 
     return call_rows
 
@@ -157,7 +162,7 @@ def _wrap_verl_batch(
     function: Callable[..., Any], signature: inspect.Signature
 ) -> Callable[..., Any]:
     def call_batch(*columns: list[Any]) -> Any:
-        return function(**_select_accepted(signature, _build_verl_batch(*columns)))
+        return function(**_select_accepted_arguments(signature, _build_verl_batch(*columns)))
 
     return call_batch
 
@@ -178,11 +183,11 @@ def _wrap_trl(function: Callable[..., Any], signature: inspect.Signature) -> Cal
             if is_chat
             else responses
         )
-        # The column is already passed as `prompts`.
+        # The column `prompt` is already passed as `prompts`.
         arguments.pop("prompt", None)
         # Checked at each call, as the columns depend on the rows.
-        _require_provided(signature, "TRL", arguments)
-        return function(**_select_accepted(signature, arguments))
+        _check_required_parameters(signature, "TRL", arguments)
+        return function(**_select_accepted_arguments(signature, arguments))
 
     return call_columns
 
@@ -198,8 +203,9 @@ def _is_chat(prompt: Any) -> bool:
 def compute_rewards(call: Callable[..., Any], *rows: list[Any]) -> dict[str, Any]:
     """Calls a function, and checks its rewards.
 
-    `rows` holds the columns of the rows. Returns `{"rewards": [[NUMBER, OUTCOME], ...]}`, or
-    `{"error": REASON}` if the call fails. A row whose reward is invalid has `[None, REASON]`.
+    `rows` are the lists of prompts, responses, answers and rows. Returns `{"rewards": [[NUMBER,
+    OUTCOME], ...]}`. A row whose reward is invalid has `[None, REASON]`. If the call fails, or the
+    number of rewards is wrong, returns `{"error": REASON}`.
     """
     try:
         result = call(*rows)

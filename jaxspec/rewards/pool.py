@@ -122,7 +122,7 @@ class RewardPool:
         try:
             self._connection.send_bytes(json.dumps(message).encode())
         except OSError as error:
-            # If the keeper reported a failure before it ended, this raises with its reason.
+            # If the keeper reported a failure before it ended, this call raises its reason.
             self._receive_message()
             raise PoolError("the pool is closed") from error
 

@@ -58,7 +58,7 @@ class PartReward(NamedTuple):
     value: float
     outcome: Outcome
     reason: str = ""
-    """Why there is no value. Empty if there is one."""
+    """Why there is no value, or empty."""
 
     @property
     def is_valid(self) -> bool:
@@ -71,7 +71,7 @@ class PendingScores(NamedTuple):
 
     rows: RewardInputs
     outcomes: list[Outcome | None]
-    """Outcome of each answer. None if a worker must decide."""
+    """Outcome of each answer, or None if a worker must decide."""
     call_slices: list[slice]
     """Rows of each call of the user's function."""
     batch_id: int | None
@@ -181,7 +181,7 @@ class Scorer:
         return self._add_parts(part_rewards)
 
     def try_function(self, rows: RewardInputs) -> str:
-        """Calls the user's function once. Returns why a row has no reward, or an empty text.
+        """Calls the user's function once, if any. Returns why a row has no reward, or "".
 
         Raises:
           PoolError: the pool has failed.
@@ -192,8 +192,8 @@ class Scorer:
         rewards = _rewards_from_call(answer, len(rows.prompts))
         return next((reward.reason for reward in rewards if not reward.is_valid), "")
 
-    def find_unreadable(self, answers: Sequence[str]) -> list[int]:
-        """Finds the answers that the verifier cannot read. Raises PoolError."""
+    def find_unreadable_answers(self, answers: Sequence[str]) -> list[int]:
+        """Returns the indices of answers that the verifier cannot read. Raises PoolError."""
         if self._verifier == "exact" or self._pool is None:
             return []
         is_code = self._verifier == "code"
@@ -220,7 +220,7 @@ class Scorer:
         """Checks the canaries. Raises PoolError if a verdict is wrong, or if all are missing."""
         # Without this check, a broken verifier would silently give no rewards at all.
         checks = [(canary, next(verdicts)) for canary in self._canaries]
-        # A dictionary reports a late or failed task. A single one may be due to a busy machine.
+        # A dictionary reports a late or failed task. If others pass, the machine may only be busy.
         all_late = checks and all(isinstance(verdict, dict) for _, verdict in checks)
         for (reference, answer, is_correct), verdict in checks:
             if verdict is not is_correct and (all_late or not isinstance(verdict, dict)):
@@ -251,8 +251,8 @@ class Scorer:
     def _add_parts(self, part_rewards: Sequence[Sequence[PartReward]]) -> Scores:
         """Sums the parts of each row.
 
-        A row has no reward if one of its parts has no value. The outcome is that of the first part
-        that judges the answer (`answer` or `function`), or else of the first part.
+        A row has no reward if one of its parts has no value, or if the sum is beyond float32.
+        Otherwise the outcome is that of `answer` or `function`, or else of the first part.
         """
         weights = list(self._weights.values())
         names = list(self._weights)
@@ -311,7 +311,7 @@ class ScoreCollector:
     def __init__(self) -> None:
         self._pending: list[tuple[list[int], Scorer, PendingScores]] = []
 
-    def select_unsubmitted(self, numbers: Sequence[int]) -> list[int]:
+    def select_unsubmitted_rows(self, numbers: Sequence[int]) -> list[int]:
         """Selects the rows that are not submitted yet."""
         submitted = {number for numbers, _, _ in self._pending for number in numbers}
         return [number for number in numbers if number not in submitted]
@@ -383,7 +383,7 @@ def _reward_from_unjudged(answer: dict[str, float]) -> PartReward:
 
 def _rewards_from_call(answer: dict[str, Any], row_count: int) -> list[PartReward]:
     """Converts a call's answer to the rewards of its rows."""
-    # Failures of a user's function leave the rows out: they are not the policy's fault.
+    # A failure of a user's function is not the policy's fault, so its rows have no reward.
     if "timeout" in answer:
         return [PartReward(0.0, Outcome.TIMEOUT, "a call exceeded reward.deadline")] * row_count
     if "unjudged" in answer:

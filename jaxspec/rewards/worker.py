@@ -14,7 +14,7 @@ import struct
 from typing import Any, NamedTuple
 
 from jaxspec.inputs import own_code
-from jaxspec.rewards.code import is_test, passes_tests
+from jaxspec.rewards.code import is_test_program, passes_tests
 from jaxspec.rewards.descendants import adopt_orphans
 from jaxspec.rewards.mathematics.equality import is_readable, math_equal
 from jaxspec.rewards.own_function import UserFunction, adapt_function, compute_rewards
@@ -76,7 +76,7 @@ def pop_answer(buffer: bytearray, token: bytes) -> Any:
     It is removed from `buffer` and returned. Returns None if the answer is incomplete.
 
     Raises:
-      ValueError: the bytes are not an answer of the worker with that token.
+      ValueError: the bytes are not an answer of the worker with that token, or are too long.
     """
     header_size = TOKEN_SIZE + _LENGTH_PREFIX.size
     # Compares as many bytes as have arrived, so that foreign bytes are noticed at once.
@@ -158,7 +158,7 @@ def _answer_task(
             return check_program(*arguments, seconds=seconds, folder=folder)
         case "readable":
             verifier, reference = arguments
-            return is_readable(reference) if verifier == "math" else is_test(reference)
+            return is_readable(reference) if verifier == "math" else is_test_program(reference)
         case "sandbox":
             [sandbox] = arguments
             return sandbox

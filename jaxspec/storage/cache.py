@@ -74,7 +74,7 @@ def content_key(*values: Any) -> str:
 def read_sources(*patterns: str) -> str:
     """Reads the package's source files that match patterns.
 
-    It is part of the key of cached weights, so that weights of older code are not reused.
+    Their text is part of the key of cached data, so that data of older code is not reused.
 
     Raises:
       ValueError: a pattern matches no file, for example after a file was renamed.
@@ -127,7 +127,7 @@ def get_or_build(
       log: receives warnings and notes.
 
     Raises:
-      ConfigError: the cache cannot be written to.
+      ConfigError: the cache cannot be written to, or a cached file cannot be read.
     """
     cache = cache_folder()
     cached_folder, build_folder = cache / key, cache / f"{key}.building"
@@ -158,7 +158,7 @@ def get_or_build(
         try:
             remedy = "free some space or name another folder with JAXSPEC_CACHE"
             with explain_write_errors(f"cache {build_folder} cannot be written to", remedy):
-                # A process that was killed while it built may have left one.
+                # A process that was killed while it built may have left this folder.
                 remove_path(build_folder)
                 build_folder.mkdir()
             build(build_folder)
@@ -199,7 +199,7 @@ def get_or_build_together(
 
     if jax.process_index() == 0:
         get_or_build(key, build_by_all, log)
-        # `build_by_all` was not called. The others wait for a number in either case.
+        # Without a mark `build_by_all` was not called, but the others still wait for a number.
         if not mark:
             broadcast_number(0)
     elif mark := broadcast_number(0):
@@ -237,7 +237,7 @@ def _find_damage(folder: Path) -> str:
         saved_digests = None
     if not isinstance(saved_digests, dict):
         return f"its {DIGESTS_FILE} cannot be read"
-    # Not reported as damage, since the caller would discard an intact folder.
+    # Lack of access is not reported as damage, since the caller would discard an intact folder.
     with explain_read_errors(folder):
         digests = _digest_files(folder)
     changed_names = sorted(
@@ -283,7 +283,8 @@ def load_tree(path: Path, abstract: PyTree) -> PyTree:
 
     Raises:
       DamagedFileError: the file is missing or is no readable tree.
-      ConfigError: names, shapes or dtypes differ from those of `abstract`.
+      ConfigError: the file may not be read, or names, shapes or dtypes differ from those of
+        `abstract`.
     """
     leaves = leaves_by_name(abstract)
     try:

@@ -20,7 +20,7 @@ from jaxspec.storage.orbax_errors import PATH_ERRORS, access_error_in, describe_
 from jaxspec.storage.trees import array_layout, digest_arrays, leaves_by_name, require_same_layout
 from jaxspec.system.files import DamagedFileError, SaveError, explain_write_errors
 
-# The last is present if the common state has the key `processes`, their number.
+# The last item is present if the common state has the key `processes` with their number.
 _ARRAYS_ITEM, _HOST_ITEM, _PROCESS_ITEM = "arrays", "host", "own"
 """Items of a step: arrays, state common to all processes, and state of each process."""
 _HOST_FILE = "metadata"
@@ -163,7 +163,8 @@ class Checkpoints:
         """Restores a step.
 
         `abstract` is the saved tree, with leaves that have shape, dtype and the new sharding, on
-        any mesh. If `partial`, it may lack some (None), which are not read.
+        any mesh. If `partial`, it may lack some (None), which are not read, and neither are
+        process states.
         Raises ConfigError if names, shapes or dtypes differ, or the files cannot be read.
         Raises DamagedFileError if their content has changed.
         """
@@ -369,7 +370,7 @@ class Checkpoints:
 
 
 def _add_digest(saved: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Returns the content of a JSON file for `_load_json`."""
+    """Builds the content of a JSON file, with its digest, for `_load_json`."""
     # Through JSON, so that the digest is of values as they are read back.
     content = {"saved": json.loads(json.dumps(dict(saved))), **fields}
     return content | {"digest": _digest_json(content)}
@@ -389,7 +390,7 @@ def _is_readable_metadata(file: Path) -> bool:
 
 
 def _next_free_path(path: Path) -> Path:
-    """Returns the path, or appends the first free number."""
+    """Returns the path, with the first free number appended if it exists."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1

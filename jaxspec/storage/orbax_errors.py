@@ -50,9 +50,9 @@ def _is_not_abandoned(record: logging.LogRecord) -> bool:
 
 
 def access_error_in(folder: Path) -> OSError | None:
-    """Finds a file or folder that cannot be opened.
+    """Returns the error of the first file or folder that exists and cannot be opened.
 
-    Returns the error of the first one that exists, or None if all can be opened.
+    Returns None if all can be opened.
     """
     errors: list[OSError] = []
     for root, _, files in os.walk(folder, onerror=errors.append):

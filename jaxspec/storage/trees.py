@@ -23,7 +23,11 @@ ArrayLayout = dict[str, tuple[tuple[int, ...], str]]
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves by dotted path. None is no leaf."""
+    """Returns the leaves by dotted path. None is no leaf.
+
+    Raises:
+      ValueError: two leaves have the same path.
+    """
     # Paths have no names of Python classes, so that renaming a class keeps files readable.
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named_leaves = {
@@ -72,13 +76,13 @@ def require_same_layout(
 def gather_to_process_0(tree: PyTree) -> PyTree:
     """Gathers a tree of arrays on process 0's host.
 
-    All processes call it. The others get None for each leaf.
+    All processes call it. Processes other than 0 get None for each leaf.
     """
 
     def gather_leaf(leaf: Any) -> np.ndarray | None:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             assert isinstance(leaf.sharding, NamedSharding), "as all arrays of several processes"
-            # Replicated on the devices one at a time, so that at most one is held in full.
+            # Arrays are replicated on the devices one at a time, so that only one is held in full.
             leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, jax.P()))
         return np.asarray(leaf) if jax.process_index() == 0 else None
 

@@ -14,7 +14,7 @@ FALL_PATIENCE = 3
 # Muon is about as large as the learning rate.
 NEGLIGIBLE_RATE = 1e-9
 """Learning rate below which float32 weights do not change."""
-# Entropy has collapsed if it is below both.
+# Entropy has collapsed if it is below both limits.
 ENTROPY, ENTROPY_SHARE = 0.1, 0.1
 """Limits in nats per token, and as a fraction of the first batches' entropy."""
 LENGTH_SHARE = 0.2
@@ -23,9 +23,9 @@ _EVALUATION = re.compile(r"eval/(\S+/avg@\d+)")
 
 
 def logprob_gap_warning(record: Mapping[str, Any], limit: float) -> str:
-    """Warns if recorded logprobs differ from the learner's.
+    """Returns a warning if recorded logprobs differ from the learner's.
 
-    Returns "" if the difference is within the limit, or if old logprobs are already recomputed.
+    It is "" if the difference is within the limit, or if old logprobs are already recomputed.
     """
     factor = record.get("rollout/probability_factor", 0.0)
     # Negated so that NaN gives no warning. Recomputation, once turned on, stays on.
@@ -39,7 +39,7 @@ def logprob_gap_warning(record: Mapping[str, Any], limit: float) -> str:
 
 
 def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: float) -> str:
-    """Warns if the acceptance length drops suddenly.
+    """Returns a warning if the acceptance length drops suddenly, else "".
 
     Args:
       record: metrics of a batch.
@@ -62,7 +62,7 @@ def acceptance_warning(record: Mapping[str, Any], baseline: float, max_drop: flo
 
 
 def short_batch_warning(record: Mapping[str, Any], prompt_count: int) -> str:
-    """Warns about a batch that dynamic sampling left short."""
+    """Returns a warning about a batch that dynamic sampling left short, else ""."""
     group_count = record.get("dynamic_sampling/groups", prompt_count)
     if group_count >= prompt_count:
         return ""
@@ -125,7 +125,7 @@ class StallWatch:
         return [f"warning: {streak}" for streak in due]
 
     def lasting_signs(self) -> list[str]:
-        """Returns all signs that lasted."""
+        """Returns all signs that lasted as long as their patience."""
         # In a run shorter than the patience, a sign of every batch counts as lasting.
         streaks = [*self._finished_streaks, *self._open_streaks.values()]
         return [
@@ -243,7 +243,7 @@ class StallWatch:
 
 
 def _mean_metric(records: Any, name: str) -> float:
-    """Averages a metric over records. NaN if none has it."""
+    """Averages a metric over the records that have it. Returns NaN if there are none."""
     values = [
         value for record in records if (value := record.get(name)) is not None and value == value
     ]

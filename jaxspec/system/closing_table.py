@@ -36,8 +36,8 @@ def build_closing_table(
 ) -> Table:
     """Builds the closing table of a run.
 
-    Rows without measured numbers are left out. A batch or an evaluation without a number counts as
-    `none`.
+    Rows without measured numbers are left out, except that of the reward. A mean leaves out missing
+    numbers, and is `none` if there are no others.
 
     Args:
       records: metrics of all batches, from `read_metrics`.

@@ -189,7 +189,7 @@ def track_compilation(
 
 
 def _load_previous_seconds(file: Path) -> float | None:
-    """Reads the seconds of the last compilation. None if absent or invalid."""
+    """Reads the seconds of the last compilation. Returns None if absent or invalid."""
     try:
         seconds = float(parse_json(file.read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -57,7 +57,7 @@ def explain_read_errors(file: Path) -> Iterator[None]:
     except MISSING_FILE_ERRORS:
         raise
     except OSError as error:
-        # Raised for damaged content, such as an archive whose offsets lie before its beginning.
+        # Damaged content raises these, such as an archive whose offsets lie before its beginning.
         if error.errno in (None, errno.EINVAL):
             raise
         raise ConfigError(
@@ -108,7 +108,7 @@ def write_text_atomic(file: Path, text: str) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Removes a file, link, or folder with content."""
+    """Removes a file, link, or folder with content, if it exists."""
     # A link to a folder is removed itself, not the folder that it points to.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -119,7 +119,7 @@ def remove_path(path: Path) -> None:
 def hash_file(file: Path) -> str:
     """Returns the SHA-256 of a file's content.
 
-    It is "-" if the file does not exist.
+    It is "-" if the file does not exist or is a folder.
 
     Raises:
       ConfigError: the file cannot be read, or is a pipe or a device.
@@ -171,5 +171,5 @@ def lock_file(path: Path, *, wait: bool) -> TextIO | None:
 
 
 def utc_timestamp() -> str:
-    """Returns the time in UTC, in seconds."""
+    """Returns the current UTC time in ISO 8601 form, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

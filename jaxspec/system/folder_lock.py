@@ -30,7 +30,7 @@ def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         # The folder is locked as well as the file. Somebody may remove the file, and another run
         # would then create and lock a new one. NFS cannot lock folders.
-        is_exclusive, file = stack.enter_context(_lock_descriptor(folder)), None
+        is_exclusive, file = stack.enter_context(_lock_folder_itself(folder)), None
         try:
             file = lock_file(path, wait=False)
             is_exclusive = is_exclusive and file is not None
@@ -54,7 +54,7 @@ def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _lock_descriptor(folder: Path) -> Iterator[bool]:
+def _lock_folder_itself(folder: Path) -> Iterator[bool]:
     """Locks the folder itself, if the file system can.
 
     Yields False if another process has it locked.

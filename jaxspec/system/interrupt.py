@@ -27,7 +27,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def exit_immediately(number: int, frame: object = None) -> None:
-    """Handles a signal while nothing is unsaved."""
+    """Handles a signal by ending the process, while nothing is unsaved."""
     with contextlib.suppress(OSError):  # The terminal may be gone.
         # If standard output was closed from the start, descriptor 1 may be any file.
         if sys.__stdout__ is not None:
@@ -128,7 +128,7 @@ class Interrupt:
             from jax.experimental import multihost_utils
 
             if multihost_utils.reached_preemption_sync_point(step):
-                # Only some processes may have a signal. One that JAX's handler took was SIGTERM.
+                # Some processes may have no signal. If only JAX's handler has one, it was SIGTERM.
                 numbers = np.asarray(
                     multihost_utils.process_allgather(np.int32(self._first_signal or 0))
                 )
@@ -161,7 +161,7 @@ class Interrupt:
             self._activity, self._cleanups = f"{activity}; {consequence}", cleanups + self._cleanups
             # The signal came before the region, and nothing in the region would look for it.
             if self._stop_requested:
-                self._exit_unsaved()
+                self._exit_without_saving()
         try:
             yield
         finally:
@@ -194,7 +194,7 @@ class Interrupt:
         if number == signal.SIGHUP:
             self._detach_terminals()
         if self._activity is not None:
-            self._exit_unsaved()
+            self._exit_without_saving()
         # Only a second Ctrl-C gives up unsaved work. A launcher may repeat SIGTERM.
         elif self._sigint_count > 1:
             self._exit_process(
@@ -224,7 +224,7 @@ class Interrupt:
             *(number for number in self._terminal_descriptors if not os.isatty(number))
         )
 
-    def _exit_unsaved(self) -> None:
+    def _exit_without_saving(self) -> None:
         self._exit_process(self.exit_status, f"stopped while {self._activity}")
 
     def _exit_process(self, status: int, message: str) -> None:
@@ -279,5 +279,5 @@ def _swap_action(number: int, replacement: bytes | None = None) -> bytes:
 
 
 def _handler_pointer(action: bytes) -> bytes:
-    # The first member. The rest has padding with undefined content, and cannot be compared.
+    # The handler is the first member. The rest has undefined padding and cannot be compared.
     return action[: ctypes.sizeof(ctypes.c_void_p)]

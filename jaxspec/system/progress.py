@@ -18,7 +18,7 @@ HEARTBEAT_SECONDS = 10.0
 _PLAIN_SECONDS = 10.0
 """Seconds after which an update prints a plain line in any case."""
 _PLAIN_LINES = 20
-"""Number of plain lines of a loop, apart from those."""
+"""Number of plain lines that are spread evenly over a loop."""
 
 
 class Screen(Console):
@@ -178,7 +178,7 @@ class Heartbeat:
 def format_number(number: float | int) -> str:
     """Formats a number for display.
 
-    Below 1,000 it has three significant digits, from there on it is rounded to an integer. NaN
+    Below 1,000 it has three significant digits. A larger number is rounded to an integer. NaN
     becomes `none`.
     """
     if math.isnan(number):

@@ -29,7 +29,7 @@ def ignore_output_errors() -> Iterator[None]:
     """
     try:
         yield
-    # Such as after `| head` has ended, or on a full disk.
+    # For example if `| head` has ended, or the disk is full.
     except OSError:
         silence_stdout()
 

@@ -15,7 +15,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 def package_version() -> str:
     """Returns the version of the installed distribution.
 
-    In a checkout that is not installed, it is read from pyproject.toml.
+    In a checkout that is not installed, it is read from pyproject.toml. Without that file it is
+    "unknown".
     """
     try:
         return metadata.version(DISTRIBUTION)

@@ -66,7 +66,7 @@ class ChatTemplate:
           ConfigError: `render` would raise it for one of the items.
         """
         with self._lock:
-            # The previous one may have ended at its limit of time.
+            # The previous process may have ended at its limit of time.
             if self._process is None:
                 self._start_process()
             return self._send_request(list(variables), f"refuses {subject}")
@@ -80,7 +80,7 @@ class ChatTemplate:
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=devnull, start_new_session=True
         )
-        # Also runs when Python exits, so that no process outlives this one's templates.
+        # Also runs when Python exits, so that no process is left behind.
         weakref.finalize(self, _wait_for_exit, self._process)
         self._send_request(self._text, "is not valid")
 
@@ -130,6 +130,9 @@ def template_from_settings(settings: Mapping[str, Any], source: str) -> str:
     """Returns the chat template of tokenizer_config.json.
 
     `settings` is the content of the file. The result is empty if it has no template.
+
+    Raises:
+      ConfigError: the key is of another type, or a list without a template named 'default'.
     """
     template, config_file = settings.get("chat_template"), f"{source}/tokenizer_config.json"
     if isinstance(template, list):  # several named templates
@@ -159,7 +162,11 @@ def template_from_settings(settings: Mapping[str, Any], source: str) -> str:
 
 
 def read_template(file: Path) -> str:
-    """Returns the text of chat_template.jinja, which must exist."""
+    """Reads chat_template.jinja.
+
+    Raises:
+      ConfigError: it is no regular file, is not in UTF-8, or is empty.
+    """
     # Reading a pipe would wait for ever.
     require(
         file.is_file(),

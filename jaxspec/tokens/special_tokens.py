@@ -52,7 +52,7 @@ def find_special_tokens(
         is `SpecialTokens.texts`. The first added token in that text is an end token.
 
     Raises:
-      ConfigError: no end token is known, or one is not in the vocabulary.
+      ConfigError: no end token is known, or a special token is invalid or not in the vocabulary.
     """
     texts = {name: _token_text(settings, name, source) for name in TOKEN_NAMES}
     ids = {name: _token_id(backend, texts[name], name, source) for name in TOKEN_NAMES}
@@ -72,7 +72,7 @@ def find_special_tokens(
     stop_ids += [
         token_id
         for token_id in closing_ids
-        # Added tokens of blanks are ordinary text.
+        # An added token of white space is ordinary text.
         if token_id in added_tokens and added_tokens[token_id].content.strip()
     ][:1]
     require(
@@ -124,8 +124,8 @@ def _find_bos_ids(
     config = JsonObject(settings, f"{source}/tokenizer_config.json")
     if config.has_key("add_bos_token"):
         return (bos_id,) if config.get_bool("add_bos_token", True) and bos_id is not None else ()
-    added_ids = backend.encode("", add_special_tokens=True).ids
     # The ids around an empty text. Those from the end token on belong after a text.
+    added_ids = backend.encode("", add_special_tokens=True).ids
     prefix_length = (
         added_ids.index(eos_id) if eos_id in added_ids and eos_id != bos_id else len(added_ids)
     )

@@ -59,7 +59,7 @@ def main() -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The parent may still have prompts to render. This process ends when its input does.
         signal.signal(signal_number, signal.SIG_IGN)
-    # A process that is ended at its limit of time would else write a core file.
+    # A process that is ended at its limit of time would otherwise write a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # some systems cannot limit the address space
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
@@ -82,7 +82,7 @@ def main() -> None:
                 if isinstance(error, MemoryError)
                 else str(error) or type(error).__name__
             )
-            # The text is the template's own, which may be long and have several lines.
+            # The template may have written the text, which may be long and have several lines.
             reply = {"error": " ".join(reason.split())[:_MAX_ERROR_CHARACTERS]}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
@@ -115,7 +115,7 @@ def _compile_template(source: str, today: str) -> Template:
 
 
 def _render_template(template: Template, variables: dict[str, Any], seconds: int) -> str:
-    # Renewed for every text of a batch, else a large batch would run out of time.
+    # Renewed for every text, as a large batch would otherwise run out of time.
     _limit_cpu_time(seconds)
     text = template.render(**variables)
     # Memory allows much longer texts, which the parent would then have to encode.

@@ -41,8 +41,7 @@ class Tokenizer:
 
     `settings` is the content of tokenizer_config.json, and `source` names the folder in messages.
     `generation_config` and `model_config` may name more end tokens. `enable_thinking` is passed to
-    the chat template. `prompt_format` is the setting `data.prompt_format`.
-    Raises ConfigError if no end token is known, or one is not in the vocabulary.
+    the template. `prompt_format` is `data.prompt_format`. Raises ConfigError if one is invalid.
     """
 
     def __init__(
@@ -70,7 +69,9 @@ class Tokenizer:
                 backend, self._settings, source, generation_config, model_config, self._closing_text
             )
         except Exception as error:
-            _wrap_error(error, f"{source}/tokenizer.json cannot encode", "download the file again")
+            _raise_rust_error(
+                error, f"{source}/tokenizer.json cannot encode", "download the file again"
+            )
             raise
         # `_closing_text` needed the texts before the rest was known.
         self._specials, self.bos_ids, self._folder_stop_ids, pad_id = specials
@@ -127,7 +128,7 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:
             failure = f"{self.source}/tokenizer.json cannot encode one of {len(texts)} texts"
-            _wrap_error(error, failure, "correct the text, or the tokenizer")
+            _raise_rust_error(error, failure, "correct the text, or the tokenizer")
             raise
         return [len(encoding) for encoding in encodings]
 
@@ -147,7 +148,7 @@ class Tokenizer:
         return self._backend.decode(text_ids, skip_special_tokens=True)
 
     def build_stop_table(self, strings: Sequence[str]) -> StopTable | None:
-        """Builds the table that finds `strings` in decoded text."""
+        """Builds the table of strings that are not special tokens. Returns None without any."""
         special_ids = self._special_ids
         excluded_ids = {*self.stop_ids, self.pad_id, *special_ids.values()}
         texts = [string for string in strings if string not in special_ids]  # others are end tokens
@@ -163,7 +164,7 @@ class Tokenizer:
 
         Uses the chat template, with `tools`. Without one, or if `prompt_format` is not "chat", the
         prompt is the begin token and the text. The text may be inserted into a format.
-        Raises ConfigError for several messages without a template.
+        Raises ConfigError if the template refuses it, or for several messages without a template.
         """
         if self._prompt_format == "chat" and self._template is not None:
             is_text = isinstance(problem, str)
@@ -217,7 +218,7 @@ class Tokenizer:
         These are its text, the end of its turn, and the end of that line. Text of the generation
         prompt is not marked. `messages` and `tools` are passed to the template, which reads role
         and content, and perhaps tool_calls and reasoning_content. Special tokens are recognized.
-        Raises ConfigError if the template, or a message that imitates it, hides a turn.
+        Raises ConfigError if there is no template, or not one turn for each assistant message.
         """
         if self._template is None:
             raise ConfigError(
@@ -236,7 +237,7 @@ class Tokenizer:
                 " these"
             )
         encoding = self._encode_text(text)
-        # `offsets` are the character positions of each token.
+        # `offsets` has the start and stop of each token in the text.
         is_assistant = [
             any(begin <= offset < stop for begin, stop in spans) for offset, _ in encoding.offsets
         ]
@@ -258,7 +259,7 @@ class Tokenizer:
         return "".join(c for c in dict.fromkeys(text) if unk_id in self.encode(c))
 
     def check_vocab(self, vocab: int, checkpoint: str = "") -> None:
-        """Raises ConfigError if a model of `vocab` rows, or a checkpoint's, lacks tokens."""
+        """Raises ConfigError if the `vocab` rows of a model or `checkpoint` are too few."""
         key, remedy = "model.vocab", f"set --model.vocab {self.size} or more"
         if checkpoint:
             key = f"vocab_size in {checkpoint}/config.json"
@@ -288,7 +289,7 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=False)
         except Exception as error:
             failure = f"{self.source}/tokenizer.json cannot encode {format_value(text)}"
-            _wrap_error(error, failure, "correct the text, or the tokenizer")
+            _raise_rust_error(error, failure, "correct the text, or the tokenizer")
             raise
 
     def _fill_template(
@@ -307,7 +308,7 @@ class Tokenizer:
         return infer_turn_format(partial(self._fill_template, self._template), self.source)
 
     def _closing_text(self, token_texts: dict[str, str]) -> str:
-        """Returns the template's text after an answer, empty if it refuses a chat."""
+        """Returns the template's text after an answer, or "" if it is absent or refuses a chat."""
         if self._template is None:
             return ""
         self._specials = token_texts
@@ -325,7 +326,7 @@ def load_tokenizer(
     """Loads the tokenizer of a Hugging Face folder. The other arguments are as in `Tokenizer`.
 
     Reads tokenizer.json, and the others of `TOKENIZER_FILES` if they exist.
-    Raises ConfigError if a file is missing or damaged, or no end token is known.
+    Raises ConfigError if a file is missing, damaged or not valid.
     """
     tokenizer_file, config_file, token_map_file, template_file, generation_file, model_file = (
         expand_user_path(folder, "data.tokenizer") / name for name in TOKENIZER_FILES
@@ -352,11 +353,11 @@ def load_tokenizer(
     try:
         backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:
-        _wrap_error(
+        _raise_rust_error(
             error, f"{tokenizer_file}: not a Hugging Face tokenizer", "download the file again"
         )
         raise
-    # tokenizer.json keeps truncation and padding of its last use, which would alter prompts
+    # tokenizer.json keeps truncation and padding of its last use, which would alter prompts.
     backend.no_truncation()
     backend.no_padding()
     tokenizer = Tokenizer(
@@ -374,8 +375,8 @@ def _optional_json(file: Path) -> JsonObject:
     return load_json_object(file) if os.path.lexists(file) else JsonObject({}, str(file))
 
 
-def _wrap_error(error: Exception, failure: str, remedy: str) -> None:
-    """Raises ConfigError for an error of the Rust library."""
+def _raise_rust_error(error: Exception, failure: str, remedy: str) -> None:
+    """Raises ConfigError if `error` is of the Rust library."""
     # Most errors of that library have no class of their own.
     if type(error) in (Exception, TypeError, ValueError, UnicodeEncodeError):
         raise ConfigError(f"{failure} ({' '.join(str(error).split())}); {remedy}") from error

@@ -16,7 +16,7 @@ def check_same_tokens(policy_folder: Path, draft_folder: Path) -> None:
     Added tokens may differ, and either may have more tokens.
 
     Raises:
-      ConfigError: an id stands for different tokens in both, or a file cannot be read.
+      ConfigError: an id stands for different tokens in the two, or a file cannot be read.
     """
     policy_tokens, policy_added_ids = _read_vocabulary(policy_folder)
     draft_tokens, draft_added_ids = _read_vocabulary(draft_folder)

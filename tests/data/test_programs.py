@@ -141,7 +141,7 @@ def test_problems_are_judged_by_the_pool():
     count = len(responses)
     with RewardPool(1, 10.0) as pool:
         scorer = Scorer("code", pool=pool, verifier="code")
-        assert scorer.find_unreadable([problem.answer]) == []
+        assert scorer.find_unreadable_answers([problem.answer]) == []
         scores = scorer(
             RewardInputs(
                 [problem.prompt] * count, responses, [problem.answer] * count, [{}] * count

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.config.settings import DataConfig, ResolvedConfig, RewardConfig
 from jaxspec.data import scoring
 from jaxspec.data.problems import load_sets
-from jaxspec.data.scoring import count_workers, make_scorers, try_scorers
+from jaxspec.data.scoring import choose_worker_count, make_scorers, try_scorers
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.code import find_sandbox
 from jaxspec.rewards.pool import RewardPool
@@ -34,15 +34,15 @@ def test_a_verifier_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_workers_are_bounded_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "core_count", lambda: 2)
-    assert count_workers(0) == 1
-    assert count_workers(8) == 8
+    assert choose_worker_count(0) == 1
+    assert choose_worker_count(8) == 8
     with pytest.raises(ConfigError, match=r"reward\.workers is 9, .* 2 cores .*workers 8 or less"):
         make_scorers(config(verifier="math", workers=9))
     monkeypatch.setattr(scoring, "core_count", lambda: 1000)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**19}.get)
-    assert count_workers(0) == 4
+    assert choose_worker_count(0) == 4
     with pytest.raises(ConfigError, match=r"2 GiB of memory, runs at most 4 .*512 MiB"):
-        count_workers(5)
+        choose_worker_count(5)
 
 
 def test_a_function_that_cannot_be_imported(tmp_path: Path) -> None:

@@ -9,19 +9,19 @@ import jax
 import pytest
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.processes.devices import count_devices, prepare_devices
+from jaxspec.processes.devices import configure_cpu_devices, count_devices
 
 
 def devices_with(**environment: str) -> tuple[int, str | None]:
-    """Devices and NPROC after `prepare_devices(3)` in a process of its own."""
+    """Devices and NPROC after `configure_cpu_devices(3)` in a process of its own."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "NPROC")
     }
-    program = "import json, os, jax; from jaxspec.processes.devices import prepare_devices; "
+    program = "import json, os, jax; from jaxspec.processes.devices import configure_cpu_devices; "
     program += (
-        "prepare_devices(3); print(json.dumps([jax.device_count(), os.environ.get('NPROC')]))"
+        "configure_cpu_devices(3); print(json.dumps([jax.device_count(), os.environ.get('NPROC')]))"
     )
     found = subprocess.run(
         [sys.executable, "-c", program],
@@ -87,7 +87,7 @@ def test_numbers_of_devices_that_make_no_sense_are_named(
     monkeypatch.setattr(jax.config, "update", lambda *_: None)  # the tests' own devices stay
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=said):
-        prepare_devices(2)
+        configure_cpu_devices(2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes import joining, places
-from jaxspec.processes.joining import initialize_processes
+from jaxspec.processes.joining import join_job
 from jaxspec.processes.places import JobMember
 from tests.conftest import free_port
 
@@ -35,13 +35,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_a_lone_process_starts_nothing(
     started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    initialize_processes({})
+    join_job({})
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    initialize_processes({})
+    join_job({})
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.delenv("SLURM_STEP_ID")  # inside an allocation, but not started by srun
-    initialize_processes({})
+    join_job({})
     assert started == []
 
 
@@ -53,9 +53,9 @@ def test_explicit_processes(
     with pytest.raises(
         ConfigError, match="JAXSPEC_COORDINATOR, JAXSPEC_PROCESSES set but not JAXSPEC_PROCESS_ID"
     ):
-        initialize_processes({})
+        join_job({})
     monkeypatch.setenv("JAXSPEC_PROCESS_ID", "2")
-    initialize_processes({})
+    join_job({})
     assert started == [("host:1234", 4, 2)]
     assert met == started
 
@@ -73,7 +73,7 @@ def test_schedulers_that_jax_does_not_know_are_left_to_it(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    initialize_processes({})
+    join_job({})
     assert started == [(None, None, None)]
 
 
@@ -98,7 +98,7 @@ def test_a_scheduler_that_jax_knows_says_where_to_meet(
     }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    initialize_processes({})
+    join_job({})
     assert started == met
     ((coordinator, count, process),) = met
     assert (coordinator.partition(":")[0], count, process) == ("node07", 3, 1)
@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_named(
     for name, value in (told | environment).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
-        initialize_processes({})
+        join_job({})
     assert started == []
 
 
@@ -187,13 +187,13 @@ def test_what_other_programs_on_jax_are_told_by_is_refused(
                 r" for each"
             ),
         ):
-            initialize_processes({})
+            join_job({})
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-    initialize_processes({})
+    join_job({})
     assert started == []
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    initialize_processes({})
+    join_job({})
     assert started == [(None, None, None)]
 
 
@@ -206,7 +206,7 @@ def test_a_schedulers_number_that_cannot_be_read_is_named(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{next(iter(environment))} is 'two'"):
-        initialize_processes({})
+        join_job({})
 
 
 def test_what_jax_cannot_do_is_one_line(
@@ -220,7 +220,7 @@ def test_what_jax_cannot_do_is_one_line(
     with pytest.raises(
         ConfigError, match=r"^JAX cannot join .*: UNKNOWN: Failed to start RPC server\. Set [^\n]*$"
     ):
-        initialize_processes({})
+        join_job({})
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from jaxspec.config.settings import DataConfig
 from jaxspec.data.json_lines import RowParser, join_tests
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards import code
-from jaxspec.rewards.code import is_test
+from jaxspec.rewards.code import is_test_program
 from jaxspec.rewards.extract import extract_answer
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.pool import RewardPool
@@ -187,7 +187,7 @@ def test_references_must_assert_something(pool: RewardPool) -> None:
         "class T:\n    def test(self):\n        assert f(1)": False,
     }
     wanted = [number for number, good in enumerate(references.values()) if not good]
-    assert scorer.find_unreadable(list(references)) == wanted
+    assert scorer.find_unreadable_answers(list(references)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_assertions_of_published_layouts() -> None:
     assert problem.prompt.endswith("One.\nPass assert f(1)")
     humaneval = {"test": "def check(g):\n    assert g(1)", "entry_point": "f"}
     assert join_tests(humaneval, humaneval["test"]) == f"{humaneval['test']}\ncheck(f)"
-    assert is_test(f"{humaneval['test']}\ncheck(f)")
+    assert is_test_program(f"{humaneval['test']}\ncheck(f)")
 
 
 @needs_data

@@ -174,7 +174,7 @@ def test_a_late_verdict_is_wrong_by_name(pool: RewardPool) -> None:
 
 def test_references_that_cannot_be_read_are_found(pool: RewardPool) -> None:
     scorer = Scorer("boxed", pool=pool, verifier="math")
-    assert scorer.find_unreadable(["1", r"\frac{1}{2}", r"\text{}", "(3,4)"]) == [2]
+    assert scorer.find_unreadable_answers(["1", r"\frac{1}{2}", r"\text{}", "(3,4)"]) == [2]
 
 
 @needs_data
@@ -220,7 +220,7 @@ def test_all_solutions_of_math500_are_accepted(pool: RewardPool) -> None:
     solutions = [problem["solution"] for problem in problems]
     answers = [problem["answer"] for problem in problems]
     scorer = Scorer("boxed", pool=pool, verifier="math")
-    assert scorer.find_unreadable(answers) == []
+    assert scorer.find_unreadable_answers(answers) == []
     scores = scorer(RewardInputs(solutions, solutions, answers, [{}] * len(answers)))
     assert len(answers) == 500
     assert np.flatnonzero(scores.rewards == 0).tolist() == []

@@ -25,7 +25,7 @@ from jaxspec.compiled.serialized import (
 )
 from jaxspec.host.job import code_digest
 from jaxspec.inputs.checked import require
-from jaxspec.processes.devices import count_devices, prepare_devices
+from jaxspec.processes.devices import configure_cpu_devices, count_devices
 from jaxspec.storage.cache import cache_folder
 
 # `sections/alone.py` runs a second process on the same card, which needs the rest.
@@ -45,7 +45,7 @@ def open_plan(options: GpuOptions) -> tuple[GpuPlan, str]:
     driver = require_driver()
     # XLA reads the variable when JAX starts its backend. A value of the user's is kept.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
-    prepare_devices(1)
+    configure_cpu_devices(1)
     # Starts the backend, and reports if that fails.
     count_devices()
     device = jax.devices()[0]
@@ -69,7 +69,7 @@ def open_compile_plan(options: GpuOptions) -> GpuPlan:
     )
     # The compiler works from a description of the card. A GPU of this machine stays unused.
     jax.config.update("jax_platforms", "cpu")
-    prepare_devices(1)
+    configure_cpu_devices(1)
     return _make_plan(options, hardware.topology_devices(card, 1)[0])
 
 

@@ -14,7 +14,7 @@ from jaxspec.rewards.mathematics.expressions import expressions_equal
 from jaxspec.rewards.mathematics.quantities import (
     BASE_NUMBER,
     NUMBER_WORDS,
-    bases_equal,
+    numerals_equal,
     parse_clock,
     ratios_equal,
     times_equal,
@@ -40,7 +40,7 @@ _MAX_RESTATED = 8
 def math_equal(reference: str, answer: str) -> bool:
     """Returns whether an answer equals the reference.
 
-    An answer that cannot be read is not equal.
+    Returns False if one of them cannot be read.
     """
     left, right = (list(list_values(text)) for text in (reference, answer))
     if not left or not right:
@@ -59,8 +59,8 @@ def is_readable(reference: str) -> bool:
 def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
     """Returns whether two lists have equal values.
 
-    The order counts only if one list alone names its values. A tuple may equal a list of its
-    elements, in order.
+    The order counts only if one list alone gives its values different names. A tuple may equal a
+    list of its elements, in order.
     """
     references, answers = _align_intervals(left, right)
     if len(references) != len(answers):
@@ -92,7 +92,7 @@ def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
 def _drop_restatements(values: list[str]) -> list[str]:
     """Removes values that restate an earlier one.
 
-    An example is `1\\frac12, or \\frac32`.
+    An example is `1\\frac12, or \\frac32`. A list of more than `_MAX_RESTATED` values is kept.
     """
     if len(values) > _MAX_RESTATED:
         return values
@@ -126,7 +126,7 @@ def _groups_match(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> 
 def _group_by_name(values: Sequence[str]) -> list[tuple[str, ...]]:
     """Groups named values that belong together, such as `p=5, q=2`.
 
-    A group is sorted by name. If there are no names, or only one, each value is a group.
+    A group is sorted by name. If a value has no name, or all have the same, each value is a group.
     """
     names = [_variable_name(value) for value in values]
     count = len(set(names))
@@ -138,13 +138,13 @@ def _group_by_name(values: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _variable_name(value: str) -> str:
-    """Returns the name of a value without its index."""
+    """Returns the name of a value without its index, its argument and spaces."""
     # x_1 and x_2 are two values of x.
     return re.sub(r"\s", "", INDEX_PATTERN.sub("", parse_value(value).name))
 
 
 def _split_tuple(value: str) -> list[str] | None:
-    """Splits a tuple into its elements, or returns None."""
+    """Splits a tuple into its elements. Returns None for any other value."""
     value = parse_value(value).value
     is_tuple = is_enclosed(value, "(") and value[-1] == ")"
     elements = split_list(value[1:-1]) if is_tuple else []
@@ -152,7 +152,7 @@ def _split_tuple(value: str) -> list[str] | None:
 
 
 def _align_intervals(left: Sequence[str], right: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Converts inequalities to intervals if the other side has intervals."""
+    """Converts a side of inequalities to intervals if the other side has only intervals."""
     sides = [list(left), list(right)]
     for index in (0, 1):
         opposite = sides[1 - index]
@@ -192,7 +192,7 @@ def _to_interval(value: str) -> str | None:
 
 
 def _reverse_sign(sign: str) -> str:
-    """Mirrors the sign of an inequality."""
+    """Reverses the sign of an inequality."""
     return {">": "<", "\\ge": "\\le"}.get(sign, ">" if sign == "<" else "\\ge")
 
 
@@ -214,11 +214,11 @@ def _values_equal(left: str, right: str) -> bool:
     if not reference.value and not answer.value:
         return reference.words.phrase == answer.words.phrase
     if not reference.value or not answer.value:
-        return _number_word(reference) == _number_word(answer) != ""
+        return _value_or_number(reference) == _value_or_number(answer) != ""
     return _cores_equal(reference, answer)
 
 
-def _number_word(item: AnswerValue) -> str:
+def _value_or_number(item: AnswerValue) -> str:
     """Returns a value, or the number that its words name.
 
     Returns an empty string if they name none.
@@ -260,13 +260,13 @@ def _find_unknowns(members: Sequence[str]) -> set[str]:
 
 def _comparable_name(item: AnswerValue) -> str:
     """Normalizes the name of a value for comparison."""
-    # The argument in `f(x) = 3` does not matter, as the value has no letters.
     name = re.sub(r"[\s{}]", "", item.name)
+    # The argument in `f(x) = 3` does not matter, as the value has no letters.
     return name if re.search("[a-zA-Z]", item.value) else re.sub(r"\([^()]*\)$", "", name)
 
 
 def _chain_numbers_equal(item: AnswerValue) -> bool:
-    """Returns whether all numbers in a chain of `=` are equal. True without a chain."""
+    """Returns whether all numbers in a chain of `=` are equal. A single value passes."""
     if len(item.chain) < 2:
         return True
     numbers = [
@@ -288,7 +288,7 @@ def _cores_equal(reference: AnswerValue, answer: AnswerValue) -> bool:
     # Without a digit it is taken for a variable with an index, such as x_1.
     bases = [base if base and re.search(r"\d", base[1]) else None for base in bases]
     if any(bases):
-        return bases_equal(left, right, bases)
+        return numerals_equal(left, right, bases)
     if ":" in left or ":" in right:
         return ratios_equal(left, right)
     # A percent sign may be left out: `50\%` equals `50`.

@@ -17,7 +17,8 @@ _DECIMAL = re.compile(r"[-+]?\d*\.(\d+)")
 def expressions_equal(left: str, right: str) -> bool:
     """Returns whether two expressions are equal.
 
-    They are if math-verify accepts them, and their numerical values do not contradict it.
+    They are if math-verify accepts them, and their numerical values do not contradict it. If one of
+    them cannot be parsed, the texts must be the same apart from spaces.
     """
     from math_verify import verify  # pyright: ignore[reportMissingImports]
 
@@ -79,9 +80,10 @@ def _count_decimals(*texts: str) -> int | None:
 def _is_close(left: Any, right: Any, decimals: int | None) -> bool:
     """Returns whether two expressions have close values.
 
-    Returns True for anything that has no value, such as a set. Letters get fixed values. Exact
-    numbers must agree to 60 digits, and decimal numbers to about six, relative to their size. A
-    number rounded to `decimals` places must be within one unit of its last place.
+    Returns True if they cannot be evaluated, such as sets. Letters get fixed values. Rational
+    numbers must be equal. Other exact numbers must agree to 60 digits, and decimal numbers to about
+    six, relative to their size. Without letters, a number rounded to `decimals` places must also be
+    within one unit of its last place.
     """
     from sympy import Expr, Float, Integral, Limit, N, Product, Rational, Sum  # pyright: ignore[reportMissingImports]
 

@@ -49,7 +49,7 @@ def _to_24_hours(time: tuple[int, int, int], meridiem: str) -> tuple[int, int, i
     return (hour, *time[1:])
 
 
-def bases_equal(left: str, right: str, bases: list[re.Match[str] | None]) -> bool:
+def numerals_equal(left: str, right: str, bases: list[re.Match[str] | None]) -> bool:
     """Returns whether two numerals and their bases are equal.
 
     `bases` holds the matches of `BASE_NUMBER`. A number without a match is in base 10.
@@ -70,7 +70,8 @@ def bases_equal(left: str, right: str, bases: list[re.Match[str] | None]) -> boo
 def ratios_equal(left: str, right: str) -> bool:
     """Returns whether two ratios are equal.
 
-    For example, `2:3` equals `4:6`. A ratio of two terms may also equal a fraction.
+    For example, `2:3` equals `4:6`. A ratio of two terms may also equal a fraction. Times of day,
+    and ratios with a zero, must have the same terms.
     """
     ratios = [value.split(":") for value in (left, right)]
     if len(ratios[0]) != len(ratios[1]):

@@ -120,7 +120,7 @@ def normalize_spelling(text: str) -> str:
 
 
 def join_thousands(text: str) -> str:
-    """Removes thousands separators between groups of three digits."""
+    """Removes thousands separators, except commas in brackets."""
     pieces, position = [], 0
     for group in _DIGIT_GROUPS.finditer(text):
         # In brackets a comma separates elements, as in the interval (1,234).
@@ -173,7 +173,7 @@ def split_list(text: str, marks: str = ",;") -> list[str]:
     """Splits a list into its elements.
 
     The elements are separated by `marks` outside of brackets, by connectives, and by line breaks
-    `\\\\`. Empty ones are dropped.
+    `\\\\` outside of matrices. Empty ones are dropped.
     """
     # NUL marks the separators, as answers do not contain it.
     text = CONNECTIVE.sub(" \x00 ", text)

@@ -51,8 +51,8 @@ class AnswerValue:
 def list_values(text: str) -> tuple[str, ...]:
     """Lists the values that an answer states.
 
-    There is one value, or those of a list, in normalized spelling. There is none if the answer
-    cannot be read.
+    These are one value, or the distinct values of a list, in normalized spelling. Returns none if
+    the answer cannot be read.
     """
     body = _extract_statement(extract_answer(text, "boxed") or text)
     if body is None:
@@ -71,12 +71,12 @@ def list_values(text: str) -> tuple[str, ...]:
 def _extract_statement(text: str) -> str | None:
     """Reduces a text to its formulas and words.
 
-    The delimiters of formulas are removed, and the words are moved into \\text{}. Returns None if
-    prose separates several formulas.
+    The delimiters of formulas are removed, and words beside formulas are put into \\text{}. Returns
+    None if prose separates several formulas.
     """
     text = _POLITE_ENDING.sub("", text)
     phrases = list(_ANSWER_PHRASE.finditer(text))
-    # Text before "the answer is" is the solution.
+    # Text before "the answer is" is the worked solution.
     if phrases and phrases[-1].end() < len(text.rstrip()):
         text = text[phrases[-1].end() :]
     # With the pattern's four groups, every fifth piece is prose, and the others are formulas.
@@ -98,7 +98,7 @@ def _extract_statement(text: str) -> str | None:
 
 
 def _wrap_prose(text: str) -> str:
-    """Puts words into \\text{}, except connectives of a list."""
+    """Puts words into \\text{}, except connectives of a list. Drops articles and punctuation."""
     text = re.sub(r"[.:!?](?=\s|$)|(?<![a-zA-Z\\])[aAI](?![a-zA-Z])", " ", text)
     text = CONNECTIVE.sub(r" \\and ", _MATH_DELIMITER.sub(" ", text))
     return re.sub(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z']*", lambda word: rf"\text{{ {word[0]} }}", text)
@@ -107,7 +107,8 @@ def _wrap_prose(text: str) -> str:
 def _expand_plus_minus(value: str) -> list[str]:
     """Splits a value at its plus-minus sign.
 
-    The two values have plus and minus. Without exactly one sign, the value is kept.
+    The two values have plus and minus. Without exactly one sign outside of brackets, the value is
+    kept.
     """
     left_side, sign, right_side = value.partition("\\pm")
     if not sign or "\\pm" in right_side or is_unbalanced(left_side):
