@@ -255,7 +255,7 @@ def test_a_broken_draft_is_skipped_and_changes_nothing_for_the_policy() -> None:
     )
     assert_bitwise(host(after.learner.policy), run.states[1].learner.policy)
     np.testing.assert_array_equal(rollout.tokens, run.rollouts[1].tokens)
-    assert after.learner.draft.skipped == metrics_to_host(learnt)["skipped_in_row/draft"] == 1
+    assert int(after.learner.draft.skipped) == metrics_to_host(learnt)["skipped_in_row/draft"] == 1
 
 
 def test_rows_without_a_reward_have_no_influence() -> None:

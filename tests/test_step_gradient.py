@@ -152,9 +152,9 @@ def test_phase_by_phase_it_does_too() -> None:
 @pytest.mark.parametrize("compile_schedule", [compile_fused_schedule, compile_staged_schedule])
 def test_a_batch_of_nothing_to_learn_has_no_metrics_in_any_schedule(compile_schedule: Any) -> None:
     step = build_step(config_of(kind="none"), small_mesh(2), STOP, MODEL.vocab)
-    _, *like = abstract_arguments(step, PROMPTS)
-    prompts = prompts_of(step, 1).replace(history=np.zeros(like[1].history.shape))
-    arguments = put_like((nothing_finished(step), prompts), tuple(like))
+    _, scored, like = abstract_arguments(step, PROMPTS)
+    prompts = prompts_of(step, 1).replace(history=np.zeros(like.history.shape))
+    arguments = put_like((nothing_finished(step), prompts), (scored, like))
     result = compile_schedule(step, PROMPTS)(start(step), *arguments, lambda _: True)
     assert {name for name in result.training_metrics if not name.startswith("time/")} == set()
     assert result.rollout is not None

@@ -32,7 +32,7 @@ from jaxspec.preparation.draft_training import (
     train_draft,
 )
 from jaxspec.rl.objective import FrozenPolicy
-from jaxspec.rl.train_batch import PolicyStates, read_lengths
+from jaxspec.rl.train_batch import NO_STATES, NoStates, PolicyStates, read_lengths
 from jaxspec.state import PyTree
 from jaxspec.storage.cache import save_tree
 from tests.conftest import small_mesh, tiny_network
@@ -55,7 +55,7 @@ def trained(
     rows: TextRows,
     folder: Path,
     progress: Seen,
-    states: PolicyStates | None = None,
+    states: PolicyStates | NoStates = NO_STATES,
 ) -> PyTree:
     texts = DraftTexts(rows, states)
     return train_draft(job.config, job.step, policy, texts, folder, progress)
