@@ -12,7 +12,7 @@ held-out responses.
 Vary: --rollout.draft.kind eagle3, mtp, model; --offline.steps (acceptance grows with it);
 --offline.text generic, or a JSON-lines file with a column `text`, instead of the policy's own
 responses; --draft_training.loss ce, kl, lk, lambda, tv; --draft_training.ttt_steps (as many as
-rollout.draft.draft_length, or more); --rollout.draft.vocab 24 (a vocabulary of its own).
+rollout.draft.draft_length, or more); --rollout.draft.eagle3.vocab 24 (a vocabulary of its own).
 Expect (tiny, seed 0, on 2 cores of an Intel Xeon at 2.8 GHz, 22 November 2026): on 256 held-out
 responses, expected acceptance 0.98 at depths 1 to 3, which would keep 3.86 of 4 tokens a round; 225
 s with an empty cache. With half the samples and steps, the defaults of rl_think, 3.67.

@@ -67,6 +67,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 
 SCALES = ("tiny", "smollm2_135m", "qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b")
 TINY_OPTIMIZER = OptimizerConfig(learning_rate=2e-4, adam=AdamConfig(betas=(0.9, 0.95)))
@@ -89,7 +90,9 @@ def get_config(scale: str = "tiny") -> Config:
                 # its activations are small, and a CPU takes a third longer to recompute them
                 model=replace(SMOLLM2_135M, remat=False),
                 # a tail of unlikely tokens makes every other answer nonsense
-                rollout=RolloutConfig(max_new_tokens=32, min_p=0.1, draft=DraftConfig(vocab=4096)),
+                rollout=RolloutConfig(
+                    max_new_tokens=32, min_p=0.1, draft=DraftConfig(eagle3=Eagle3Config(vocab=4096))
+                ),
                 batch=BatchConfig(prompts=4),
                 optimizer=OptimizerConfig(learning_rate=4e-5, warmup_steps=5),
                 draft_training=DraftTrainingConfig(learning_rate=5e-4),
@@ -120,12 +123,14 @@ def get_config(scale: str = "tiny") -> Config:
                 offline=OfflineConfig(samples=2048, steps=256, rows=64, learning_rate=3e-4),
             )
         case "qwen3_8b":
-            return _as_published(QWEN3_8B, DraftConfig(vocab=32_000), prompts=64)
+            return _as_published(
+                QWEN3_8B, DraftConfig(eagle3=Eagle3Config(vocab=32_000)), prompts=64
+            )
         case "qwen3_30b_a3b":
-            draft = DraftConfig(ffn=12_288, vocab=32_000)
+            draft = DraftConfig(eagle3=Eagle3Config(ffn=12_288, vocab=32_000))
             return _as_published(QWEN3_30B_A3B, draft, prompts=64)
         case _:
-            draft = DraftConfig(ffn=24_576, vocab=32_000)
+            draft = DraftConfig(eagle3=Eagle3Config(ffn=24_576, vocab=32_000))
             return _as_published(QWEN3_235B_A22B, draft, prompts=128)
 
 

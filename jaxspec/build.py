@@ -346,7 +346,7 @@ def _build_generator(
     generator = Generator(
         mesh=mesh,
         settings=settings,
-        draft=build_draft(config.draft_spec, processing.stop_ids),
+        draft=build_draft(config.draft_spec, processing.stop_ids, config.lookup_spec),
         dtype=config.model.dtype,
         seed=config.seed,
         prompt_length=config.data.max_prompt_length,

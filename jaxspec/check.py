@@ -39,6 +39,7 @@ from jaxspec.config.here import resolve_from_local_files
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
+from jaxspec.drafts.kinds import get_kind
 from jaxspec.host import memory
 from jaxspec.host.check_report import CheckResult, StepTarget, as_json, format_gib, print_report
 from jaxspec.host.fit import DoesNotFit, FittedStep, fit_step
@@ -251,7 +252,8 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
             synced += leaf.size * size // shard_count
     peers = mesh[meshes.TENSOR]
     pool = sum(owner.size for owner in fit.memory_uses if owner.name == memory.POOL)
-    layers = config.model.layers + max(1, config.rollout.draft.layers)
+    learned = get_kind(config.rollout.draft.kind).learned
+    draft_layers = learned.decoder_spec(config.draft_spec).layers if learned else 1
     return findings.StepExpectation(
         mesh=mesh,
         row_axes=meshes.ROWS,
@@ -259,7 +261,7 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
         row_count=prompts * config.batch.group_size,
         row_length=config.row_length,
         # Keys are half of the pool, and values the other half.
-        layer_cache_bytes=pool // (2 * layers),
+        layer_cache_bytes=pool // (2 * (config.model.layers + draft_layers)),
         sync_bytes=synced,
         is_paged=step.sizes.page_size > 0,
         # A multiplication and an addition for each weight and token.

@@ -24,6 +24,7 @@ from jaxspec.config.as_json import (
     SPEED_SETTINGS,
     flatten_settings,
     includes_setting,
+    list_unread_sections,
     rename_settings,
     to_json,
 )
@@ -315,7 +316,7 @@ def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun
         saved |= {"config": rename_settings(saved.get("config", {}))}
         saved_claim, current_claim = flatten_settings(saved), flatten_settings(claim)
         # Differences in these change no answer.
-        names = "workdir", "reward.workers", *SPEED_SETTINGS
+        names = "workdir", "reward.workers", *SPEED_SETTINGS, *list_unread_sections(config)
         ignored = [f"config.{name}" for name in names]
         differences = [
             f"{name}: {saved_claim.get(name, '(absent)')} -> {current_claim.get(name, '(absent)')}"

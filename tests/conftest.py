@@ -57,6 +57,7 @@ from jaxspec.config.settings import (  # noqa: E402
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.drafts.model.settings import DraftModelConfig  # noqa: E402
 from jaxspec.hf.names import policy_mappings  # noqa: E402
 from jaxspec.hf.policy_config import policy_config_json  # noqa: E402
 from jaxspec.hf.pretrained import stream_tensors  # noqa: E402
@@ -187,7 +188,7 @@ def tiny_model(**changes: Any) -> ModelSpec:
 def answering_config(**rollout: Any) -> ResolvedConfig:
     """A run that answers prompts of the built-in characters, with a small model for a draft, on any
     mesh; nothing is trained before it."""
-    draft = DraftConfig(kind="model", layers=4, draft_length=3)
+    draft = DraftConfig(kind="model", model=DraftModelConfig(layers=4), draft_length=3)
     return ResolvedConfig(
         model=ModelSpec(
             vocab=24,

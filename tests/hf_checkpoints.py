@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.drafts.mtp import mtp_mappings
+from jaxspec.drafts.mtp.files import mtp_mappings
 from jaxspec.hf.draft_tensors import export_tensors
 from jaxspec.hf.eagle3_json import HeadFormat
 from jaxspec.hf.eagle3_tensors import head_tensors

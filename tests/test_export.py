@@ -18,7 +18,10 @@ from jaxspec.config.as_json import to_json
 from jaxspec.config.from_checkpoint import read_draft, resolve_config
 from jaxspec.config.settings import DataConfig, DraftConfig, LoraConfig, ResolvedConfig
 from jaxspec.drafts import schedule
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.drafts.kinds import build_network
+from jaxspec.drafts.model.settings import DraftModelConfig
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.export import ExportOptions, export_run, main
 from jaxspec.hf.peft import merge_adapters
 from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint
@@ -41,22 +44,22 @@ BASE = answering_config()
 MODEL = replace(BASE.model, rope=RopeSpec(context=64))
 KINDS: dict[str, tuple[DraftConfig, HeadSpec, FamilySpec]] = {
     "eagle3": (
-        DraftConfig(vocab=12, ffn=40),
+        DraftConfig(eagle3=Eagle3Config(vocab=12, ffn=40)),
         HeadSpec(taps=(0, 2, 4), norm_output=True, fuse_norms=True),
         FamilySpec(),
     ),
     "mtp": (
-        DraftConfig(kind="mtp", layers=2, ffn=20),
+        DraftConfig(kind="mtp", mtp=MtpConfig(layers=2, ffn=20)),
         HeadSpec(),
         FamilySpec(experts=3, experts_per_token=2),
     ),
     "mimo": (
-        DraftConfig(kind="mtp", embedding_first=False),
+        DraftConfig(kind="mtp", mtp=MtpConfig(embedding_first=False)),
         HeadSpec(),
         FamilySpec(model_type="mimo", query_key_norm=False, attention_bias=True),
     ),
     "model": (
-        DraftConfig(kind="model", layers=2, ffn=20),
+        DraftConfig(kind="model", model=DraftModelConfig(layers=2, ffn=20)),
         HeadSpec(),
         FamilySpec(model_type="llama", query_key_norm=False),
     ),

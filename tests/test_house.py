@@ -89,7 +89,7 @@ LONG = {
     "kernels/paged_attention.py _run_kernel",
     "kernels/paged_attention.py body",
     "drafts/recurrent.py recurrent_draft",
-    "drafts/lookup.py prefer_lookup",
+    "drafts/lookup/drafting.py prefer_lookup",
     "config/unused.py list_draft_rules",
     "rl/objective.py sum_micro_batch",
     "rl/train_batch.py plan_packing",

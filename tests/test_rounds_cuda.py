@@ -23,6 +23,7 @@ from jaxspec.config.settings import (
     MeshConfig,
     RolloutConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host.programs import abstract_arguments, abstract_leaf
 from jaxspec.inputs.spec import LoraConfig
 from tests import cuda
@@ -53,7 +54,7 @@ def rounds(lora: int, tensor: int) -> Rounds:
         lora=LoraConfig(rank=lora),
         rollout=RolloutConfig(
             max_new_tokens=1024,
-            draft=DraftConfig(draft_length=LENGTH, vocab=32_000),
+            draft=DraftConfig(draft_length=LENGTH, eagle3=Eagle3Config(vocab=32_000)),
             engine=EngineConfig(tail=False, slots=SLOTS, page_size=64, pages=PAGES),
         ),
         batch=BatchConfig(prompts=16, group_size=4),

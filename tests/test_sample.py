@@ -29,6 +29,7 @@ from jaxspec.config.settings import (
     OfflineConfig,
     ResolvedConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host.job import make_job
 from jaxspec.host.loaded_run import RoundTokens
 from jaxspec.inputs.checked import ConfigError
@@ -255,7 +256,7 @@ class TestRefusals:
                     "model, none, ngram and history",
                 ],
             ),
-            (["--draft.layers", "2"], ["--draft.layers 2", "trained with 4"]),
+            (["--draft.model.layers", "2"], ["--draft.model.layers 2", "trained with 4"]),
             (["--draft.path", "other"], ["--draft.path other", "trained with ''"]),
             (
                 ["--draft.kind", "none", "--draft.draft_length", "2"],
@@ -297,18 +298,20 @@ class TestRefusals:
     @pytest.mark.parametrize("kind", ["none", "ngram", "history"])
     def test_settings_of_the_runs_own_kind_give_way(self, kind: str) -> None:
         rollout = dataclasses.replace(
-            CONFIG.rollout, draft=DraftConfig(vocab=20), lookup=LookupConfig(beside="ngram")
+            CONFIG.rollout,
+            draft=DraftConfig(eagle3=Eagle3Config(vocab=20)),
+            lookup=LookupConfig(beside="ngram"),
         )
         config = dataclasses.replace(
             CONFIG, rollout=rollout, offline=OfflineConfig(), mesh=MeshConfig()
         )
-        for words in ([], ["--draft.vocab", "0"]):
+        for words in ([], ["--draft.eagle3.vocab", "auto"]):
             sampled = self.settings(config, "--draft.kind", kind, *words)
-            assert (sampled.rollout.draft.draft_vocab, sampled.rollout.lookup.beside) == (0, "none")
+            assert (sampled.draft_spec.vocab, sampled.rollout.lookup.beside) == (0, "none")
             check_config(sampled, devices=1)
-        with pytest.raises(ConfigError, match=r"no use for --rollout\.draft\.vocab"):
-            self.settings(config, "--draft.kind", kind, "--draft.vocab", "20")
-        assert self.settings(config).rollout.draft.vocab == 20
+        with pytest.raises(ConfigError, match=r"no use for --rollout\.draft\.eagle3\.vocab"):
+            self.settings(config, "--draft.kind", kind, "--draft.eagle3.vocab", "20")
+        assert self.settings(config).rollout.draft.eagle3.vocab == 20
 
     def test_the_runs_tokenizer_may_have_moved(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

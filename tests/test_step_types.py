@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.spec import FamilySpec
 from tests.conftest import small_mesh, tiny_config, tiny_model
@@ -20,7 +21,7 @@ def test_logits_and_router_scores_are_float32_in_the_whole_step() -> None:
     sizes = vocab, own, experts = 97, 53, 7  # nothing else has these sizes
     family = FamilySpec(model_type="qwen3_moe", experts=experts, experts_per_token=2)
     model = tiny_model(vocab=vocab, family=family, dtype="bfloat16", layers=2)
-    config = tiny_config(model, DraftConfig(draft_length=2, vocab=own))
+    config = tiny_config(model, DraftConfig(draft_length=2, eagle3=Eagle3Config(vocab=own)))
     step = build_step(config, small_mesh(), (1,), vocab)
     given = abstract_arguments(step, config.batch.prompts)
     text = jax.jit(step.train_step).lower(*given).as_text()

@@ -132,9 +132,8 @@ class LoadedCheckpoint(NamedTuple):
         if options.synthetic_acceptance:
             rule = synthetic_rule(options.synthetic_acceptance)
             mode_option = {"mode": Rejection(rule)}
-        draft = build_draft(
-            replace(config, rollout=replace(config.rollout, draft=draft_config)).draft_spec, ()
-        )
+        config = replace(config, rollout=replace(config.rollout, draft=draft_config))
+        draft = build_draft(config.draft_spec, (), config.lookup_spec)
         return generator.make_variant(
             draft=draft, lengths=draft_lengths(draft_config, generator.mesh), **mode_option
         )

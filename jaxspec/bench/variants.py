@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.config.settings import DraftKind, DraftSampling, LookupKind, ResolvedConfig, VerifyRule
-from jaxspec.drafts.kinds import get_kind
 
 SWEPT_SETTINGS = (
     "rollout.draft.kind",
@@ -63,8 +62,8 @@ def apply_variant(
 ) -> ResolvedConfig:
     """Returns the config with a variant's draft.
 
-    The draft keeps the config's settings that its kind has: K, temperature, ffn, layers, lookup
-    rules. `generic` is the text that a generic draft is trained on, as in `offline.text`, or the
+    The draft keeps the config's settings that its kind has: K, temperature, sizes, lookup rules.
+    `generic` is the text that a generic draft is trained on, as in `offline.text`, or the
     folder of a finished draft. The sizes of a finished draft come from its own files. `log` prints
     a line about them.
 
@@ -72,13 +71,7 @@ def apply_variant(
       ConfigError: the folder holds no such draft.
     """
     draft = config.rollout.draft
-    draft = replace(
-        draft,
-        kind=variant.kind,
-        sampling=variant.sampling,
-        # The draft of the config may have a vocabulary of its own, which not all kinds can have.
-        vocab=draft.vocab if "rollout.draft.vocab" in get_kind(variant.kind).settings else 0,
-    )
+    draft = replace(draft, kind=variant.kind, sampling=variant.sampling)
     draft = replace(draft, draft_length="auto") if variant.chooses_length else draft
     lookup = replace(config.rollout.lookup, beside=variant.lookup)
     rollout = replace(config.rollout, draft=draft, lookup=lookup, verify=variant.verify)

@@ -27,6 +27,7 @@ from jaxspec.config.settings import (
     VerifyRule,
     parse_range,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.drafts.kinds import get_kind
 from jaxspec.inputs.checked import CheckedConfig, Range, require, translate_settings
 from jaxspec.inputs.spec import Count, ModelConfig, Natural
@@ -112,7 +113,6 @@ class GenerateOptions(CheckedConfig, prefix="--"):
         remedy = (
             "needs a draft that samples: --draft eagle3, mtp or model, at a --temperature above 0"
         )
-        has_vocab = "rollout.draft.vocab" in get_kind(self.draft).settings
         is_learned = get_kind(self.draft).learned is not None
         is_sampled = is_learned and self.temperature > 0
         require(is_sampled or not self.synthetic_acceptance, f"--synthetic_acceptance {remedy}")
@@ -121,7 +121,7 @@ class GenerateOptions(CheckedConfig, prefix="--"):
             # Coupled noise affects plain decoding too, so `coupled` is of use even there.
             ("--draft none", self.draft == "none" and self.verify == "token", "verify"),
             (f"--draft {self.draft}", not is_learned, "draft_path"),
-            (f"--draft {self.draft}", not has_vocab, "draft_vocab"),
+            (f"--draft {self.draft}", self.draft != "eagle3", "draft_vocab"),
             ("--draft_path, whose files say it,", bool(self.draft_path), "draft_vocab"),
             ("no --live", not self.live, "lengths"),
         ):
@@ -152,7 +152,7 @@ OPTIONS = {
     "rollout.draft.kind": "--draft",
     "rollout.draft.path": "--draft_path",
     "rollout.draft.draft_length": "--draft_length",
-    "rollout.draft.vocab": "--draft_vocab",
+    "rollout.draft.eagle3.vocab": "--draft_vocab",
     "rollout.engine.page_size": "--page_size",
 }
 """Option for each setting of the config, to name in errors."""
@@ -168,7 +168,7 @@ def config_from_options(
     draft = DraftConfig(
         kind=options.draft,
         draft_length=options.draft_length,
-        vocab=options.draft_vocab,
+        eagle3=Eagle3Config(vocab=options.draft_vocab),
         path=options.draft_path,
         # Not `auto`, which would measure temperatures that nothing here uses.
         sampling="sample",

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any, get_args, get_origin
 
 from jaxspec.config.settings import Config, ResolvedConfig
+from jaxspec.drafts.kinds import SECTIONS
 from jaxspec.inputs.checked import field_types, require, settings_classes
 
 # Checkpoints are restored on any mesh.
@@ -33,26 +34,69 @@ They change where and how long it runs, and its measurements, but no results. A 
 dot stands for all settings that start with it.
 """
 
-
-RENAMED_SETTINGS = {
+_RENAMED_OPTIONS = {
     "staged": "schedule.kind staged",
     "no_staged": "schedule.kind fused",
     "rollout.slice_rounds": "schedule.slice_rounds",
 }
-"""New words for options of earlier versions."""
+# One setting of several kinds has become one of each. The last entry is an option only.
+_SECTIONS_OF_DRAFT_SETTINGS = {
+    "vocab": ("eagle3",),
+    "ffn": ("eagle3", "mtp", "model"),
+    "layers": ("mtp", "model"),
+    "embedding_first": ("mtp",),
+    "tap_convention": ("eagle3",),
+    "no_embedding_first": ("mtp",),
+}
+
+
+def list_renamed_options(draft_kind: str) -> dict[str, str]:
+    """Lists new words for options of earlier versions.
+
+    Options of single kinds of draft are those of `draft_kind`, if it has them.
+    """
+    names = dict(_RENAMED_OPTIONS)
+    for name, kinds in _SECTIONS_OF_DRAFT_SETTINGS.items():
+        sections = [draft_kind] if draft_kind in kinds else kinds
+        new_names = [f"rollout.draft.{section}.{name}" for section in sections]
+        names[f"rollout.draft.{name}"] = " or --".join(new_names)
+    return names
 
 
 def rename_settings(saved_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Moves saved settings of earlier versions to their new names."""
     settings = dict(saved_settings)
-    rollout = settings.get("rollout")
-    if "schedule" in settings or not isinstance(rollout, Mapping) or "staged" not in settings:
+    if not isinstance(settings.get("rollout"), Mapping):
         return settings
-    rollout = dict(rollout)
-    schedule = {"kind": "staged" if settings.pop("staged") else "fused"}
-    if "slice_rounds" in rollout:
-        schedule["slice_rounds"] = rollout.pop("slice_rounds")
-    return settings | {"rollout": rollout, "schedule": schedule}
+    rollout = settings["rollout"] = dict(settings["rollout"])
+    if "schedule" not in settings and "staged" in settings:
+        schedule = {"kind": "staged" if settings.pop("staged") else "fused"}
+        if "slice_rounds" in rollout:
+            schedule["slice_rounds"] = rollout.pop("slice_rounds")
+        settings["schedule"] = schedule
+    if isinstance(rollout.get("draft"), Mapping):
+        rollout["draft"] = _rename_draft_settings(rollout["draft"])
+    return settings
+
+
+def _rename_draft_settings(saved_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves settings of single kinds of draft to their sections."""
+    settings = dict(saved_settings)
+    sections: dict[str, dict[str, Any]] = {}
+    for name, kinds in _SECTIONS_OF_DRAFT_SETTINGS.items():
+        if name not in settings:
+            continue
+        value = settings.pop(name)
+        # Kinds that are not in use get the value as well. Nothing reads theirs.
+        for kind in kinds:
+            sections.setdefault(kind, {})[name] = value
+    return settings | sections
+
+
+def list_unread_sections(config: Config) -> frozenset[str]:
+    """Lists the sections of kinds of draft that are not in use."""
+    kind = config.rollout.draft.kind
+    return frozenset(f"rollout.draft.{section}." for section in SECTIONS if section != kind)
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -145,8 +189,10 @@ def list_changed_settings(
 ) -> list[str]:
     """Lists settings that differ from a saved `to_json`.
 
-    Each is `key: saved -> now`. Those in `ignored` are left out.
+    Each is `key: saved -> now`. Those in `ignored` are left out, and those of kinds of draft that
+    are not in use.
     """
+    ignored |= list_unread_sections(config)
     # Other schedules depend on `steps`, the batch at which they end.
     if config.optimizer.schedule != "constant":
         ignored -= {"steps"}

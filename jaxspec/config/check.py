@@ -338,36 +338,9 @@ def _check_drafts(config: ResolvedConfig) -> None:
         f"rollout.banned has ids {unknown_ids}, which model.vocab {vocab} does not hold; leave"
         " them out",
     )
-    kind = get_kind(draft.kind)
-    if kind.learned is not None:
-        kind.learned.check_spec(config.draft_spec)
-    draft_vocab = draft.draft_vocab
-    is_supported = draft_vocab == 0 or "rollout.draft.vocab" in kind.settings
-    require(
-        is_supported,
-        f"rollout.draft.vocab {draft_vocab} is for eagle3 heads; {draft.kind} drafts share the"
-        " policy's, so leave it 0",
-    )
-    fits = draft_vocab <= vocab
-    require(
-        fits,
-        f"rollout.draft.vocab {draft_vocab} is larger than the policy's model.vocab {vocab}; give"
-        " at most that, or 0 for all of it",
-    )
-    is_selected = draft_vocab == 0 or config.offline.steps > 0 or bool(draft.path)
-    remedy = "set --offline.steps 300 or so, or --rollout.draft.vocab 0"
-    require(
-        is_selected,
-        f"rollout.draft.vocab {draft_vocab} is chosen by offline training, and offline.steps is 0;"
-        f" {remedy}",
-    )
-    # 8 is room for the end tokens, which are always selected.
-    has_room = draft_vocab == 0 or draft_vocab > len(rollout.banned) + 8
-    require(
-        has_room,
-        f"rollout.draft.vocab {draft_vocab} has almost no room besides {len(rollout.banned)}"
-        " banned ids and the end tokens; raise it",
-    )
+    learned = get_kind(draft.kind).learned
+    if learned is not None:
+        learned.check_spec(config.draft_spec)
 
 
 def _check_loops(config: ResolvedConfig) -> None:
@@ -382,7 +355,8 @@ def _check_loops(config: ResolvedConfig) -> None:
     )
     require(match_fits, f"{message}; lower it")
     is_trained = training.online or config.offline.steps > 0
-    is_unrolled = is_trained and "draft_training.ttt_steps" in get_kind(rollout.draft.kind).settings
+    kind = get_kind(rollout.draft.kind)
+    is_unrolled = is_trained and "draft_training.ttt_steps" in kind.shared_settings
     require(
         not is_unrolled or training.ttt_steps < longest,
         f"draft_training.ttt_steps {training.ttt_steps} is not below {row}; lower it",

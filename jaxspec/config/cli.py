@@ -20,10 +20,14 @@ from typing import NoReturn, TypeVar
 import tyro
 
 from jaxspec.config.algorithms import ALGORITHMS, describe_algorithms, with_algorithm
-from jaxspec.config.as_json import RENAMED_SETTINGS, flatten_settings, includes_setting, to_json
+from jaxspec.config.as_json import (
+    flatten_settings,
+    includes_setting,
+    list_renamed_options,
+    to_json,
+)
 from jaxspec.config.settings import SHARED_SETTINGS, Config, DraftConfig, LookupConfig
 from jaxspec.config.unused import refuse_idle, refuse_unused
-from jaxspec.drafts.kinds import get_kind
 from jaxspec.inputs.checked import CheckedConfig, ConfigError, error_text, require
 from jaxspec.inputs.docstrings import field_docstrings, first_sentence
 from jaxspec.inputs.options import option_names, refuse_unknown_options
@@ -253,33 +257,30 @@ def override_settings(default: _T, argv: Sequence[str], prog: str, help_text: st
     except BrokenPipeError:  # `--help | head` closes the pipe
         silence_stdout()
         raise SystemExit(0) from None
-    refuse_unknown_options(unknown, list(option_names(default)), SHORT_HELP, RENAMED_SETTINGS)
+    renamed = (
+        list_renamed_options(settings.rollout.draft.kind) if isinstance(settings, Config) else {}
+    )
+    refuse_unknown_options(unknown, list(option_names(default)), SHORT_HELP, renamed)
     return settings
 
 
 def settle_draft_settings(config: _C, argv: Sequence[str], prefix: str = "") -> _C:
     """Fits settings to the kind of draft on the command line.
 
-    Drops unnamed vocabularies and look-ups of other kinds. Names on the command line lack `prefix`.
+    Drops an unnamed look-up of another kind. Names on the command line lack `prefix`.
 
     Raises:
       ConfigError: A setting on the command line has no effect.
     """
     named = {prefix + name for name in _setting_names(argv)}
-    draft, lookup = config.rollout.draft, config.rollout.lookup
+    rollout = config.rollout
     if (
         "rollout.draft.kind" in named
-        and "rollout.draft.vocab" not in get_kind(draft.kind).settings
-        and "rollout.draft.vocab" not in named
-    ):
-        draft = replace(draft, vocab="auto")
-    if (
-        "rollout.draft.kind" in named
-        and not draft.is_learned
+        and not rollout.draft.is_learned
         and "rollout.lookup.beside" not in named
     ):
-        lookup = replace(lookup, beside="none")
-    config = replace(config, rollout=replace(config.rollout, draft=draft, lookup=lookup))
+        rollout = replace(rollout, lookup=replace(rollout.lookup, beside="none"))
+    config = replace(config, rollout=rollout)
     refuse_unused(config, named)
     return config
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from jaxspec.config.rollout import LARGE_VOCAB, PUBLISHED_VOCAB
 from jaxspec.config.settings import Config, DataConfig, ResolvedConfig, SetConfig
 from jaxspec.drafts.kinds import DraftKind, get_kind, get_learned
 from jaxspec.hf.pretrained import (
@@ -32,7 +31,7 @@ _MODEL, _DRAFT, _LORA = "model.path", "rollout.draft.path", "lora.path"
 def resolve_config(config: Config, report: Reporter) -> ResolvedConfig:
     """Replaces settings by the facts of the config's checkpoints.
 
-    If the draft can have its own vocabulary, `rollout.draft.vocab auto` becomes a number. MTP
+    The draft's own settings get the values of its files. Without files, `auto` is resolved. MTP
     layers of the policy's checkpoint become its draft if the kind is mtp. `report` receives a
     message for each ambiguity.
 
@@ -61,20 +60,19 @@ def resolve_config(config: Config, report: Reporter) -> ResolvedConfig:
                 f"{config.model.path} has {layers} {kind.upper()} layers, which are not used;"
                 f" --rollout.draft.kind {kind} drafts with them"
             )
-    return _resolve_draft(config, draft.path, report) if draft.path else _resolve_vocabulary(config)
-
-
-def _resolve_vocabulary(config: ResolvedConfig) -> ResolvedConfig:
-    """Resolves the size of the draft's own vocabulary."""
-    # Comes after the policy, whose vocabulary decides.
-    draft, policy_vocab = config.rollout.draft, config.model.vocab
-    if draft.vocab != "auto" or "rollout.draft.vocab" not in get_kind(draft.kind).settings:
+    if draft.path:
+        return _resolve_draft(config, draft.path, report)
+    # Comes after the policy, whose sizes decide.
+    learned_kind = get_kind(draft.kind).learned
+    if learned_kind is None or learned_kind.resolve_settings is None:
         return config
-    # Offline training selects the tokens, so without it there is no such vocabulary.
-    is_large = config.offline.steps > 0 and policy_vocab > LARGE_VOCAB
-    # A multiple of 128 can be sharded over `tensor`.
-    draft_vocab = min(policy_vocab // 512 * 128, PUBLISHED_VOCAB) if is_large else 0
-    return replace(config, rollout=replace(config.rollout, draft=replace(draft, vocab=draft_vocab)))
+    return _with_draft(config, **{draft.kind: learned_kind.resolve_settings(config.draft_spec)})
+
+
+def _with_draft(config: ResolvedConfig, **settings: Any) -> ResolvedConfig:
+    """Returns the config with other settings of its draft."""
+    draft = replace(config.rollout.draft, **settings)
+    return replace(config, rollout=replace(config.rollout, draft=draft))
 
 
 def _resolve_draft(config: ResolvedConfig, path: str, report: Reporter) -> ResolvedConfig:
@@ -91,23 +89,16 @@ def _resolve_draft(config: ResolvedConfig, path: str, report: Reporter) -> Resol
     # The policy's own folder was reported already, and its layers are read by name.
     if path != config.model.path:
         _report_unread_weights(path, _DRAFT, WEIGHTS_FILE, report)
-    draft = replace(draft, path=absolute_path(path))
     # `draft_spec` below reads the absolute path.
-    config = replace(config, rollout=replace(config.rollout, draft=draft))
-    spec = get_learned(draft.kind).resolve_spec(config.draft_spec, folder, report)
-    draft_model, policy = spec.decoder, config.model
+    config = _with_draft(config, path=absolute_path(path))
+    facts = get_learned(draft.kind).read_facts(config.draft_spec, folder, report)
+    decoder, policy = facts.decoder, config.model
     # A draft's positions must be scaled like the policy's.
-    if policy.rope_factor != 1 and draft_model is not None:
-        draft_model = replace(draft_model, rope_factor=policy.rope_factor, rope=policy.rope)
-    draft = replace(
-        draft,
-        vocab=spec.vocab,
-        ffn=spec.ffn,
-        layers=spec.layers,
-        embedding_first=spec.embedding_first,
-    )
-    rollout = replace(config.rollout, draft=draft)
-    return replace(config, draft_model=draft_model, head=spec.head, rollout=rollout)
+    if policy.rope_factor != 1 and decoder is not None:
+        decoder = replace(decoder, rope_factor=policy.rope_factor, rope=policy.rope)
+    if facts.settings is not None:
+        config = _with_draft(config, **{draft.kind: facts.settings})
+    return replace(config, draft_model=decoder, head=facts.head or config.head)
 
 
 def _report_unread_weights(path: str, setting: str, name: str, report: Reporter) -> None:

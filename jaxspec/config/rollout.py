@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from jaxspec.drafts.kinds import DraftKind, LookupKind, get_kind
+from jaxspec.drafts.kinds import DraftKind, KindSettings, LookupKind, get_kind
+from jaxspec.drafts.lookup.settings import SearchConfig
 from jaxspec.inputs.checked import CheckedConfig, Range, require
 from jaxspec.inputs.json_keys import format_value, is_valid_utf8
-from jaxspec.inputs.spec import Count, LayerCount, Natural
+from jaxspec.inputs.spec import Count, Natural
 
 DraftSampling = Literal["argmax", "sample", "auto"]
 VerifyRule = Literal["block", "token", "coupled"]
@@ -18,20 +19,17 @@ Temperature = Annotated[float, Range(min=1e-3, max=1000, or_zero=True)]
 """Temperature that divides the logits. 0 = the most likely token."""
 # Plain decoding is a kind of its own, not length 0.
 DraftLength = Annotated[int, Range(min=1, remedy="rollout.draft.kind none is plain decoding")]
-# Each draft reads its whole head. Published heads have 32,000 tokens (SpecForge).
-LARGE_VOCAB, PUBLISHED_VOCAB = 32_768, 32_000
-"""Threshold and maximum of `rollout.draft.vocab auto`.
-
-The threshold is the policy's vocabulary above which its draft gets a smaller one.
-"""
 ScheduleKind = Literal["fused", "staged"]
 AUTO_LENGTHS = (0, 1, 3, 5)
 """Draft lengths that `auto` compiles. 0 = plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(CheckedConfig, prefix="rollout.draft."):
-    """Draft model or rule, and sampling from it."""
+class DraftConfig(KindSettings, prefix="rollout.draft."):
+    """Draft model or rule, and sampling from it.
+
+    Each section is read by the kind of its name alone.
+    """
 
     kind: DraftKind = "eagle3"
     """Kind of draft: a small head on some of the policy's hidden states (eagle3),
@@ -47,24 +45,9 @@ class DraftConfig(CheckedConfig, prefix="rollout.draft."):
     than argmax."""
     temperature: Temperature = 1.0
     """Draft temperature for `sample`, as a multiple of rollout.temperature."""
-    vocab: Natural | Literal["auto"] = "auto"
-    """Size of an EAGLE-3 draft's own vocabulary, which offline training selects from the policy's
-    samples. 0 = the policy's vocabulary. `auto` = 0, or with offline training and more than 32,768
-    tokens a quarter of them, at most 32,000. A smaller head is read faster in each draft."""
-    ffn: Natural = 0
-    """Width of the draft's SwiGLU layer. 0 = the policy's."""
-    layers: LayerCount = 1
-    """Layers of `mtp` (depth i uses layer i mod layers) or of `model`."""
-    embedding_first: bool = True
-    """MTP: order of concatenation. True = [embedding, hidden] as in DeepSeek, False = [hidden,
-    embedding] as in MiMo."""
     path: str = ""
     """Folder or hub id of a trained draft: an EAGLE-3 head, MTP layers or a small model. Its
     config.json sets sizes and form."""
-    tap_convention: Literal["auto", "boundary", "output_of"] = "auto"
-    """Meaning of layer numbers in that folder. `boundary` counts the layers applied (vLLM,
-    speculators). `output_of` names the layer whose output is read (SpecForge). `auto` decides by
-    the folder's format."""
 
     def check(self) -> None:
         message = (
@@ -89,15 +72,6 @@ class DraftConfig(CheckedConfig, prefix="rollout.draft."):
         return AUTO_LENGTHS[-1] if isinstance(self.draft_length, str) else self.draft_length
 
     @property
-    def draft_vocab(self) -> int:
-        """Size of the draft's own vocabulary, 0 for the policy's.
-
-        An unresolved `auto` counts as 0.
-        """
-        # Resolving `auto` takes the policy's vocabulary, which only its checkpoint knows.
-        return 0 if isinstance(self.vocab, str) else self.vocab
-
-    @property
     def is_enabled(self) -> bool:
         """Whether tokens are drafted. False = plain decoding."""
         return self.kind != "none"
@@ -109,7 +83,7 @@ class DraftConfig(CheckedConfig, prefix="rollout.draft."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupConfig(CheckedConfig, prefix="rollout.lookup."):
+class LookupConfig(SearchConfig, prefix="rollout.lookup."):
     """Drafts from existing text.
 
     The text is the row's own, or other answers to its prompt.
@@ -118,24 +92,6 @@ class LookupConfig(CheckedConfig, prefix="rollout.lookup."):
     beside: LookupKind = "none"
     """Look-up in addition to a learned draft. A row uses it if it offers a full block, and the
     learned draft otherwise."""
-    rule: Literal["vllm", "hf", "latest"] = "vllm"
-    """Choice among n-gram matches: the longest and earliest (`vllm`), the same cut at an end token
-    (`hf`), or the longest and latest (`latest`)."""
-    min_match: Count = 2
-    """Shortest n-gram at the end of the text that is searched for, in tokens."""
-    max_match: Count = 5
-    """Longest n-gram that is compared, in tokens."""
-    past: Natural = 2
-    """History: answers of the last epoch kept per prompt. 0 = only the other rows of the group are
-    searched."""
-
-    def check(self) -> None:
-        message = (
-            f"rollout.lookup.min_match {self.min_match} is above rollout.lookup.max_match"
-            f" {self.max_match}"
-        )
-        # No n-gram would be compared otherwise.
-        require(self.min_match <= self.max_match, f"{message}; lower the first or raise the second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +197,12 @@ class RolloutConfig(CheckedConfig, prefix="rollout."):
         # A kind that is a look-up itself takes precedence over `beside`.
         sole_lookup = get_kind(self.draft.kind).lookup_name
         return sole_lookup if sole_lookup != "none" else self.lookup.beside
+
+    def settings_of(self, kind: str) -> Any:
+        """Returns the section that a kind of draft reads. None without one."""
+        # Look-up kinds share a section, since they can be combined with a learned draft.
+        is_lookup = get_kind(kind).lookup_name != "none"
+        return self.lookup if is_lookup else getattr(self.draft, kind, None)
 
     @property
     def past_answers(self) -> int:

@@ -30,7 +30,7 @@ from jaxspec.config.rollout import (
     Temperature,
     VerifyRule,
 )
-from jaxspec.drafts.kinds import DraftKind, LookupKind
+from jaxspec.drafts.kinds import DraftKind, LookupKind, get_kind
 from jaxspec.inputs.checked import CheckedConfig, ConfigError, Range, divisors, require
 from jaxspec.inputs.spec import (
     Count,
@@ -42,6 +42,7 @@ from jaxspec.inputs.spec import (
     ModelSpec,
     Natural,
     Positive,
+    RunFacts,
 )
 
 __all__ = [
@@ -353,34 +354,35 @@ class ResolvedConfig(Config):
 
     @property
     def draft_spec(self) -> DraftSpec:
-        """Facts that the draft can read."""
-        rollout, draft_model = self.rollout, self.draft_model
-        draft, lookup = rollout.draft, rollout.lookup
-        if draft_model is not None:
+        """Specification of the draft."""
+        return self._make_spec(self.rollout.draft.kind)
+
+    @property
+    def lookup_spec(self) -> DraftSpec | None:
+        """Specification of the look-up that is combined with the draft. None without one."""
+        is_combined = self.rollout.draft.is_learned and self.rollout.lookup.beside != "none"
+        return self._make_spec(self.rollout.lookup.beside) if is_combined else None
+
+    def _make_spec(self, kind: str) -> DraftSpec:
+        decoder, draft = self.draft_model, self.rollout.draft
+        if decoder is not None:
             # These two are choices of the run, not facts of a checkpoint.
-            draft_model = replace(draft_model, dtype=self.model.dtype, remat=self.model.remat)
+            decoder = replace(decoder, dtype=self.model.dtype, remat=self.model.remat)
         is_trained = self.draft_training.online or self.offline.steps > 0
-        return DraftSpec(
-            kind=draft.kind,
+        run = RunFacts(
             max_length=draft.max_draft_length,
             policy=self.model,
-            decoder=draft_model,
-            head=self.head,
-            vocab=draft.draft_vocab,
-            ffn=draft.ffn,
-            layers=draft.layers,
-            embedding_first=draft.embedding_first,
             path=draft.path,
-            tap_convention=draft.tap_convention,
-            lookup=rollout.lookup_kind,
-            rule=lookup.rule,
-            min_match=lookup.min_match,
-            max_match=lookup.max_match,
+            decoder=decoder,
+            head=self.head,
             group_size=self.batch.group_size,
             row_length=self.row_length,
+            banned=self.rollout.banned,
+            trains_offline=self.offline.steps > 0,
             # An untrained draft is not unrolled.
             depths=self.draft_training.ttt_steps if is_trained else 0,
         )
+        return get_kind(kind).make_spec(self.rollout.settings_of(kind), run)
 
 
 def parse_range(name: str, text: str) -> range:

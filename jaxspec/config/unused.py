@@ -6,7 +6,7 @@ from typing import get_args
 
 from jaxspec.config.as_json import flatten_settings, includes_setting, to_json
 from jaxspec.config.settings import Config, DraftConfig, RewardConfig
-from jaxspec.drafts.kinds import DraftKind, get_kind
+from jaxspec.drafts.kinds import SECTIONS, DraftKind, get_kind
 from jaxspec.inputs.checked import Unused, require
 
 
@@ -16,9 +16,11 @@ def _uses_generic_text(c: Config) -> bool:
 
 
 def _settings_in_use(c: Config) -> frozenset[str]:
-    """Returns the settings that the draft and look-up in use read."""
+    """Returns the settings of single kinds that the draft and look-up in use read."""
     # Both, since look-up can be combined with a learned draft.
-    return get_kind(c.rollout.draft.kind).settings | get_kind(c.rollout.lookup_kind).settings
+    draft, lookup = get_kind(c.rollout.draft.kind), get_kind(c.rollout.lookup_kind)
+    section = f"rollout.draft.{c.rollout.draft.kind}."
+    return draft.shared_settings | lookup.shared_settings | {section}
 
 
 def _rule_by_kind(setting: str, fact: str) -> Unused:
@@ -26,15 +28,13 @@ def _rule_by_kind(setting: str, fact: str) -> Unused:
     return Unused(setting, fact, lambda c: setting not in _settings_in_use(c))
 
 
-def _rule_by_files(setting: str) -> Unused:
-    """Returns the rule of a setting that a draft's files define."""
+def _rule_by_files(kind: str) -> Unused:
+    """Returns the rule of settings that a draft's files define."""
     return Unused(
-        setting,
+        " ".join(sorted(get_kind(kind).file_settings)),
         # Facts end in a comma if they have a clause, to fit the sentence of the message.
         "rollout.draft.path, whose files say it,",
-        lambda c: (
-            bool(c.rollout.draft.path) and setting in get_kind(c.rollout.draft.kind).file_settings
-        ),
+        lambda c: bool(c.rollout.draft.path) and c.rollout.draft.kind == kind,
         set_by_files=True,
     )
 
@@ -227,9 +227,8 @@ def list_draft_rules() -> tuple[Unused, ...]:
     They apply to runs with one kind of draft.
     """
     # Kinds declare their settings, so a new kind needs no rule here.
-    kinds = [get_kind(name) for name in get_args(DraftKind)]
-    settings = sorted(frozenset().union(*(kind.settings for kind in kinds)))
-    file_settings = sorted(frozenset().union(*(kind.file_settings for kind in kinds)))
+    kinds = {name: get_kind(name) for name in get_args(DraftKind)}
+    settings = sorted(frozenset().union(*(kind.shared_settings for kind in kinds.values())))
     lookup_settings = [name for name in settings if name.startswith("rollout.lookup.")]
     training_settings = [name for name in settings if name.startswith("draft_training.")]
     # The settings left out have rules of their own.
@@ -238,6 +237,7 @@ def list_draft_rules() -> tuple[Unused, ...]:
         for name in settings
         if name not in (*lookup_settings, *training_settings, "model.ignore")
     ]
+    sections = [f"rollout.draft.{name}." for name in SECTIONS]
     return (
         Unused(
             "compare_plain rollout.draft.draft_length draft_training.alarm",
@@ -251,11 +251,11 @@ def list_draft_rules() -> tuple[Unused, ...]:
             lambda c: not c.rollout.draft.is_enabled and c.rollout.verify == "token",
         ),
         Unused(
-            "rollout.draft.sampling rollout.draft.ffn rollout.draft.path",
+            "rollout.draft.sampling rollout.draft.path",
             _KIND,
             lambda c: not c.rollout.draft.is_learned,
         ),
-        *(_rule_by_kind(setting, _KIND) for setting in other_settings),
+        *(_rule_by_kind(setting, _KIND) for setting in (*sections, *other_settings)),
         Unused(
             "rollout.draft.temperature",
             f"{_KIND} and sampling {{c.rollout.draft.sampling}}",
@@ -266,12 +266,7 @@ def list_draft_rules() -> tuple[Unused, ...]:
             "rollout.temperature 0",
             lambda c: c.rollout.temperature == 0,
         ),
-        Unused(
-            "rollout.draft.tap_convention",
-            "no rollout.draft.path",
-            lambda c: not c.rollout.draft.path,
-        ),
-        *(_rule_by_files(setting) for setting in file_settings),
+        *(_rule_by_files(name) for name, kind in kinds.items() if kind.file_settings),
         *(_rule_by_kind(setting, _LOOKUP) for setting in lookup_settings),
         Unused(
             f"{_OBJECTIVE} draft_training.learning_rate draft_training.every {_OFFLINE}",
@@ -285,7 +280,7 @@ def list_draft_rules() -> tuple[Unused, ...]:
             _rule_by_kind(setting, f"{_KIND}, which has one depth,")
             for setting in training_settings
         ),
-        *(rule for kind in kinds for rule in kind.unused_rules),
+        *(rule for kind in kinds.values() for rule in kind.unused_rules),
         Unused(
             "draft_training.decay",
             "draft_training.ttt_steps 1, which is one depth of weight 1,",
@@ -315,7 +310,7 @@ POLICY_SETTINGS = (
 )
 """Settings that `train_sft` reads."""
 _FORM_OF_DRAFT = " ".join(
-    f"rollout.draft.{item.name}"
+    f"rollout.draft.{item.name}" + "." * (item.name in SECTIONS)
     for item in fields(DraftConfig)
     # Training samples from the policy, never from the draft.
     if item.name not in ("sampling", "temperature")
@@ -328,9 +323,6 @@ DRAFT_SETTINGS = (
     f"{POLICY_SETTINGS} {_SAMPLING} {_FORM_OF_DRAFT} {_OBJECTIVE} offline. head. lora.path"
 )
 """Settings that `train_draft` reads."""
-# The default of this setting is `auto`, and 0 is the same for kinds without a vocabulary.
-IDLE_VALUES = {"rollout.draft.vocab": 0}
-"""Values without effect that are not defaults, by setting."""
 
 
 def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: bool = True) -> None:
@@ -344,7 +336,6 @@ def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: boo
     defaults, values = flatten_settings(to_json(Config())), flatten_settings(to_json(config))
     # Sets have no order, and messages must not vary.
     candidates = sorted(values.keys() & set(named_settings))
-    idle_values = {name: (defaults.get(name), IDLE_VALUES.get(name)) for name in candidates}
     # The first rule that applies explains a setting. Others would repeat it.
     reported: set[str] = set()
     names_by_fact: dict[str, list[str]] = {}
@@ -353,7 +344,7 @@ def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: boo
             name
             for name in candidates
             # Files replace a setting even where it equals the default.
-            if name not in reported and (rule.set_by_files or values[name] not in idle_values[name])
+            if name not in reported and (rule.set_by_files or values[name] != defaults.get(name))
         ]
         unused_names = [
             name for name in active_names if includes_setting(rule.settings.split(), name)

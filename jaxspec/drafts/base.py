@@ -5,15 +5,16 @@ build, load, train and export a draft.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from jaxspec.inputs.checked import Unused
-from jaxspec.inputs.spec import DraftSpec, ModelSpec
+from jaxspec.inputs.checked import CheckedConfig, Unused
+from jaxspec.inputs.spec import DraftSpec, HeadSpec, LearnedSpec, ModelSpec, RunFacts
 from jaxspec.models.cache import KVCache
 from jaxspec.state import PyTree
 
@@ -174,6 +175,8 @@ Log = Callable[[str], Any]
 """Reports to the user how an ambiguous file was interpreted."""
 SizePairs = dict[str, tuple[int, int]]
 """Sizes in which a draft must match its policy: name -> (draft's size, policy's size)."""
+_Spec = TypeVar("_Spec", bound=DraftSpec)
+_LearnedSpec = TypeVar("_LearnedSpec", bound=LearnedSpec)
 
 
 class Unroll(NamedTuple):
@@ -235,30 +238,46 @@ class DraftFiles(NamedTuple):
     """Whether tensors and config are merged into the policy's own files."""
 
 
-class Learned(NamedTuple):
+class FileFacts(NamedTuple):
+    """Facts of a trained draft's files."""
+
+    settings: CheckedConfig | None
+    """The kind's own settings, with the values of the files. None if it has none."""
+    decoder: ModelSpec | None
+    """Spec of its decoder. None = that of a draft made for the policy."""
+    head: HeadSpec | None = None
+    """Form of an EAGLE-3 head."""
+
+
+class Learned(NamedTuple, Generic[_LearnedSpec]):
     """Functions of a draft kind that has weights."""
 
-    decoder_spec: Callable[[DraftSpec], ModelSpec]
+    decoder_spec: Callable[[_LearnedSpec], ModelSpec]
     """Returns the spec of the draft's decoder."""
-    init_network: Callable[[DraftSpec, Key[Array, ""]], PyTree]
+    init_network: Callable[[_LearnedSpec, Key[Array, ""]], PyTree]
     """Initializes the network."""
-    check_spec: Callable[[DraftSpec], None]
+    check_spec: Callable[[_LearnedSpec], None]
     """Raises ConfigError if settings of the draft contradict each other or the policy."""
     size_pairs: Callable[[PyTree, ModelSpec], SizePairs]
     """Returns the sizes in which network and policy must match."""
     block_size: Callable[[int], int]
     """Draft length -> tokens of a row that the draft reads at once before it drafts."""
     unroll: Unroll
-    resolve_spec: Callable[[DraftSpec, Path, Log], DraftSpec]
-    """(spec, folder, log) -> spec completed from a trained draft's files."""
-    check_files: Callable[[DraftSpec, Path, int], None]
+    read_facts: Callable[[_LearnedSpec, Path, Log], FileFacts]
+    """(spec, folder, log) -> facts of a trained draft's files."""
+    check_files: Callable[[_LearnedSpec, Path, int], None]
     """(resolved spec, folder, tokens of the tokenizer) -> None.
 
     Raises ConfigError for tensors that `load_network` would reject. Reads headers only.
     """
-    load_network: Callable[[DraftSpec, Path, PyTree], PyTree]
+    load_network: Callable[[_LearnedSpec, Path, PyTree], PyTree]
     """(resolved spec, folder, shapes with shardings) -> loaded network."""
     export_files: Callable[[PyTree, ExportSpec], DraftFiles]
+    resolve_settings: Callable[[_LearnedSpec], CheckedConfig] | None = None
+    """spec -> the kind's own settings, with `auto` resolved. None if no setting can be `auto`.
+
+    A draft with a folder of its own has its settings from there instead.
+    """
     export_formats: tuple[str, ...] = ("raw",)
     """Supported export formats."""
     list_repairs: Callable[[PyTree, tuple[int, ...], ModelSpec], Iterator[Repair]] = (
@@ -274,21 +293,29 @@ class Learned(NamedTuple):
     """(network, ids) -> network restricted to these tokens of the policy's vocabulary."""
 
 
-class Kind(NamedTuple):
+class Kind(NamedTuple, Generic[_Spec]):
     """Definition of a draft kind.
 
     `kinds.py` registers it under its `rollout.draft.kind`.
     """
 
-    build: Callable[[DraftSpec, tuple[int, ...]], Draft]
+    make_spec: Callable[[Any, RunFacts], _Spec]
+    """(settings, facts of the run) -> the draft's spec.
+
+    The settings are the kind's section of `rollout.draft`, `rollout.lookup` for look-up, or None.
+    """
+    build: Callable[[_Spec, tuple[int, ...]], Draft]
     """(spec, stop tokens) -> the draft's functions."""
-    settings: frozenset[str] = frozenset()
-    """Kind-specific settings that this kind uses. A name ending in a dot covers a prefix."""
+    shared_settings: frozenset[str] = frozenset()
+    """Settings outside the kind's own section that only some kinds read, this one among them.
+
+    A name ending in a dot covers a prefix.
+    """
     file_settings: frozenset[str] = frozenset()
-    """Settings that are read from a trained draft's files."""
+    """Settings that are read from a trained draft's files, in the same notation."""
     unused_rules: tuple[Unused, ...] = ()
     """Further conditions under which a setting has no effect."""
-    learned: Learned | None = None
+    learned: Learned[Any] | None = None
     """Functions of a kind with weights, else None."""
     lookup_name: str = "none"
     """Name of a look-up kind, which can be combined with a learned draft. Else `none`."""
@@ -304,5 +331,16 @@ class Kind(NamedTuple):
 MULTI_DEPTH_SETTINGS = frozenset({"draft_training.ttt_steps", "draft_training.decay"})
 """Settings of kinds that are trained at several depths."""
 
-NO_DRAFT = Kind(build=lambda spec, stop_ids: PLAIN)
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSpec(DraftSpec):
+    """Specification of plain decoding."""
+
+    kind: ClassVar[str] = "none"
+
+
+NO_DRAFT = Kind(
+    make_spec=lambda settings, run: PlainSpec(),
+    build=lambda spec, stop_ids: PLAIN,
+)
 """Plain decoding, without a draft."""

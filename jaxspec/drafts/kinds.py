@@ -1,11 +1,19 @@
 """Registry of draft kinds.
 
-To add a kind, define it in a file of its own and add its name here.
+To add a kind, define it in a folder of its own and register it here: its name in `DraftKind`, its
+section in `KindSettings` if it has settings, and its import in `get_kind`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
+
+# Modules of settings import no networks, so that configs are read without them.
+from jaxspec.drafts.eagle3.settings import Eagle3Config
+from jaxspec.drafts.model.settings import DraftModelConfig
+from jaxspec.drafts.mtp.settings import MtpConfig
+from jaxspec.inputs.checked import CheckedConfig, require
 
 if TYPE_CHECKING:
     from jaxspec.drafts.base import Draft, Kind, Learned
@@ -16,7 +24,20 @@ LookupKind = Literal["none", "ngram", "history"]
 """Kinds that draft from existing text and can be combined with a learned draft."""
 
 
-def get_kind(name: str) -> Kind:
+@dataclass(frozen=True, kw_only=True)
+class KindSettings(CheckedConfig, prefix="rollout.draft."):
+    """Settings of single kinds. Each section has its kind's name."""
+
+    eagle3: Eagle3Config = field(default_factory=Eagle3Config)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    model: DraftModelConfig = field(default_factory=DraftModelConfig)
+
+
+SECTIONS = tuple(item.name for item in fields(KindSettings))
+"""Kinds with a section of settings."""
+
+
+def get_kind(name: str) -> Kind[Any]:
     """Returns the kind of this name.
 
     Raises:
@@ -26,15 +47,15 @@ def get_kind(name: str) -> Kind:
     # import networks.
     match name:
         case "eagle3":
-            from jaxspec.drafts.eagle3 import EAGLE3 as kind
+            from jaxspec.drafts.eagle3.kind import EAGLE3 as kind
         case "mtp":
-            from jaxspec.drafts.mtp import MTP as kind
+            from jaxspec.drafts.mtp.kind import MTP as kind
         case "model":
-            from jaxspec.drafts.model import MODEL as kind
+            from jaxspec.drafts.model.kind import MODEL as kind
         case "ngram":
-            from jaxspec.drafts.lookup import NGRAM as kind
+            from jaxspec.drafts.lookup.kind import NGRAM as kind
         case "history":
-            from jaxspec.drafts.lookup import HISTORY as kind
+            from jaxspec.drafts.lookup.kind import HISTORY as kind
         case "none":
             from jaxspec.drafts.base import NO_DRAFT as kind
         case _:
@@ -42,7 +63,7 @@ def get_kind(name: str) -> Kind:
     return kind
 
 
-def get_learned(name: str) -> Learned:
+def get_learned(name: str) -> Learned[Any]:
     """Returns the functions of a kind with weights.
 
     Raises:
@@ -54,16 +75,20 @@ def get_learned(name: str) -> Learned:
     return learned
 
 
-def build_draft(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
-    """Builds a run's draft."""
-    kind = get_kind(spec.kind)
-    draft, lookup_kind = kind.build(spec, stop_ids), get_kind(spec.lookup)
-    if kind.learned is None or lookup_kind.lookup_name == "none":
+def build_draft(
+    spec: DraftSpec, stop_ids: tuple[int, ...], lookup_spec: DraftSpec | None = None
+) -> Draft:
+    """Builds a run's draft.
+
+    It is combined with the look-up of `lookup_spec`, unless that is None.
+    """
+    draft = get_kind(spec.kind).build(spec, stop_ids)
+    if lookup_spec is None:
         return draft
     # Imported here, so that a run without look-up does not load it.
-    from jaxspec.drafts.lookup import prefer_lookup
+    from jaxspec.drafts.lookup.drafting import prefer_lookup
 
-    return prefer_lookup(lookup_kind.build(spec, stop_ids), draft)
+    return prefer_lookup(get_kind(lookup_spec.kind).build(lookup_spec, stop_ids), draft)
 
 
 def build_network(spec: DraftSpec, key: Any) -> Any:
@@ -80,8 +105,6 @@ def check_fits(kind: str, network: Any, target: ModelSpec) -> None:
     Raises:
       ConfigError: A size differs. The message has both numbers.
     """
-    from jaxspec.inputs.checked import require
-
     sizes = get_learned(kind).size_pairs(network, target)
     mismatches = [
         f"its {name} is {draft_size}, the policy's {policy_size}"

@@ -24,7 +24,7 @@ from jaxspec.hf.pretrained import find_folder
 from jaxspec.hf.tensor_files import INTEGER_DTYPES, StoredTensor, check_tensor_header, open_tensors
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names
-from jaxspec.inputs.spec import DraftSpec
+from jaxspec.inputs.spec import ModelSpec
 from jaxspec.state import PyTree
 
 NamedArrays = Mapping[str, np.ndarray]
@@ -83,19 +83,21 @@ def load_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
     return {name: stored.read() for name, stored in tensors.items()}
 
 
-def load_policy_embeddings(spec: DraftSpec, with_values: bool) -> dict[str, np.ndarray]:
+def load_policy_embeddings(
+    model: ModelSpec, draft_path: str, with_values: bool
+) -> dict[str, np.ndarray]:
     """Reads the policy's embedding [V D] and head [D V].
 
-    Without `with_values`, returns NaN in these shapes and reads no file.
+    The draft of `draft_path` borrows them. Without `with_values`, returns NaN in these shapes and
+    reads no file.
 
     Raises:
       ConfigError: values are needed, and the policy has no checkpoint or one that lacks them.
     """
-    model = spec.policy
     if not with_values or not model.path:
         shape = model.vocab, model.embed
         message = (
-            f"{DRAFT_PATH} {spec.path} borrows the policy's embedding or head, which"
+            f"{DRAFT_PATH} {draft_path} borrows the policy's embedding or head, which"
             f" can only be looked up with --{MODEL_PATH}"
         )
         require(not with_values, message)

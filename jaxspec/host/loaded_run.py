@@ -20,7 +20,7 @@ from jaxspec.config.settings import DraftConfig, LossConfig, MeshConfig, Resolve
 from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
 from jaxspec.drafts import draft_temperature
-from jaxspec.drafts.kinds import DraftKind, get_kind
+from jaxspec.drafts.kinds import SECTIONS, DraftKind, get_kind
 from jaxspec.host.job import Job, make_job, start_jax, with_full_pool
 from jaxspec.host.programs import SlicedAnswerer, abstract_arguments, compile_ahead, put_like
 from jaxspec.host.starts import BEST, CHECKPOINTS, CONFIG, list_steps
@@ -140,13 +140,17 @@ def check_draft_weights(trained: DraftConfig, requested: DraftConfig) -> None:
         f" {requested.kind}; possible are {possible_kinds}"
     )
     require(not requested.is_learned or requested.kind == trained.kind, mismatch)
+    if not requested.is_learned:
+        return
     # A draft with another value of these would need other weights.
-    for name in (
-        ("vocab", "ffn", "layers", "embedding_first", "path", "tap_convention")
-        if requested.is_learned
-        else ()
-    ):
-        trained_value, requested_value = getattr(trained, name), getattr(requested, name)
+    values = {"path": (trained.path, requested.path)}
+    if requested.kind in SECTIONS:
+        trained_section, section = (getattr(each, requested.kind) for each in (trained, requested))
+        values |= {
+            f"{requested.kind}.{name}": (getattr(trained_section, name), value)
+            for name, value in vars(section).items()
+        }
+    for name, (trained_value, requested_value) in values.items():
         require(
             trained_value == requested_value,
             f"--rollout.draft.{name} {requested_value}: the run's draft was trained with"

@@ -80,7 +80,7 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
         MemoryUse(
             "the draft and its optimizer",
             _device_size(learner.draft),
-            "--rollout.draft.layers, or --rollout.draft.kind ngram or none",
+            f"smaller rollout.draft.{step.draft_kind}, or --rollout.draft.kind ngram or none",
         ),
     ]
     return DeviceBytes(

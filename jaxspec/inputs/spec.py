@@ -6,7 +6,7 @@ A config has the settings of a user. A spec adds the facts that only a checkpoin
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jaxspec.inputs.checked import CheckedConfig, Range, require
 
@@ -281,32 +281,50 @@ class LoraConfig(CheckedConfig, prefix="lora."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftSpec:
-    """Specification of a draft: all facts of a run that a kind of draft may use."""
+class RunFacts:
+    """Facts of a run from which a kind of draft makes its spec."""
 
-    kind: str
     max_length: int
     """Maximum draft length of a round (K)."""
     policy: ModelSpec
+    path: str
+    """Folder of a trained draft, or empty."""
     decoder: ModelSpec | None
     """Decoder of a loaded draft, or None if the draft is made for the policy."""
     head: HeadSpec
-    vocab: int
-    """Tokens of the draft's own vocabulary. 0 = the policy's vocabulary."""
-    ffn: int
-    """Width of the draft's feed-forward layer. 0 = the policy's width."""
-    layers: int
-    embedding_first: bool
-    path: str
-    """Folder of a trained draft, or empty."""
-    tap_convention: Literal["auto", "boundary", "output_of"]
-    lookup: str
-    """Kind of look-up, used alone or with a learned draft, or `none`."""
-    rule: Literal["vllm", "hf", "latest"]
-    min_match: int
-    max_match: int
     group_size: int
     row_length: int
     """Maximum tokens of a row, with prompt and response."""
+    banned: tuple[int, ...]
+    """Token ids that are never sampled."""
+    trains_offline: bool
     depths: int
     """Number of depths at which the draft is trained. 0 = not trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec:
+    """Specification of a draft.
+
+    Each kind has a subclass, with the facts that it uses.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the draft's own vocabulary. 0 = the policy's vocabulary."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedSpec(DraftSpec):
+    """Specification of a draft with weights."""
+
+    max_length: int
+    """Maximum draft length of a round (K)."""
+    policy: ModelSpec
+    path: str
+    """Folder of a trained draft, or empty."""
+    decoder: ModelSpec | None
+    """Decoder of a loaded draft. None if the draft is made for the policy."""

@@ -193,7 +193,7 @@ def _describe_draft(config: ResolvedConfig, network: PyTree, held_out: TextRows)
         "vocabulary": None,
         "coverage": None,
     }
-    if draft.draft_vocab:
+    if config.draft_spec.vocab:
         # Gathering is a collective, so all processes call it.
         ids = gather_to_process_0(get_learned(draft.kind).unroll.vocabulary(network))
         if jax.process_index() == 0:
@@ -264,10 +264,7 @@ def _draft_key(config: ResolvedConfig, processing: Processing, text: TextRows | 
     draft, training = config.rollout.draft, config.draft_training
     network = (
         draft.kind,
-        draft.draft_vocab,
-        draft.ffn,
-        draft.layers,
-        draft.embedding_first,
+        config.rollout.settings_of(draft.kind),
         config.head,
         config.draft_model,
     )

@@ -150,11 +150,11 @@ def _with_vocabulary(
     config: ResolvedConfig, stop_ids: tuple[int, ...], rows: TextRows, network: PyTree
 ) -> PyTree:
     """Gives a draft the vocabulary of `rows`, if it has one of its own."""
-    draft = config.rollout.draft
-    if not draft.draft_vocab:
+    draft_vocab = config.draft_spec.vocab
+    if not draft_vocab:
         return network
-    ids = draft_data.select_vocabulary(rows, draft.draft_vocab, config.model.vocab, stop_ids)
-    with_vocabulary = get_learned(draft.kind).with_vocabulary
+    ids = draft_data.select_vocabulary(rows, draft_vocab, config.model.vocab, stop_ids)
+    with_vocabulary = get_learned(config.rollout.draft.kind).with_vocabulary
     assert with_vocabulary is not None, "only such kinds are given a vocabulary"
     return with_vocabulary(network, ids)
 

@@ -44,7 +44,7 @@ SETTINGS = {
     "rollout.lookup.past": ["2147483647"],
     "draft_training.ttt_steps": ["36", "2147483647"],
     "model.layers": ["1001", "2147483647"],
-    "rollout.draft.layers": ["2147483647"],
+    "rollout.draft.model.layers": ["2147483647"],
     "sft.rows": ["2000000000"],
     "offline.samples": ["2000000000"],
     "offline.rows": ["1000000000"],
@@ -64,7 +64,7 @@ SETTINGS = {
 BESIDE = {
     "lora": ["--lora.rank", "2"],
     "rollout.draft.temperature": ["--rollout.draft.sampling", "sample"],
-    "rollout.draft.layers": ["--rollout.draft.kind", "model"],
+    "rollout.draft.model.layers": ["--rollout.draft.kind", "model"],
     "rollout.lookup": ["--rollout.draft.kind", "history"],
     "offline.rows": ["--offline.text", "generic"],
 }

@@ -53,7 +53,7 @@ LAYERS = (
     "0.8",
     "--rollout.lookup.past",
     "4",
-    "--rollout.draft.layers",
+    "--rollout.draft.mtp.layers",
 )
 ROWS = [
     "draft",

@@ -8,15 +8,18 @@ import pytest
 from jaxspec.bench.variants import VARIANTS, DraftVariant, apply_variant
 from jaxspec.config.check import check_config
 from jaxspec.config.settings import DraftConfig, OfflineConfig
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.inputs.checked import ConfigError
 from tests.bench.compared import CONFIG, head
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
 def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
-    vocab = 16 if kind == "eagle3" else 0
     own = dataclasses.replace(
-        CONFIG.rollout, draft=DraftConfig(kind=kind, draft_length=2, vocab=vocab, temperature=0.7)
+        CONFIG.rollout,
+        draft=DraftConfig(
+            kind=kind, draft_length=2, eagle3=Eagle3Config(vocab=16), temperature=0.7
+        ),
     )
     for variant in VARIANTS:
         config = apply_variant(
@@ -29,7 +32,7 @@ def test_every_variant_fits_whatever_draft_the_config_has(kind) -> None:
             "auto" if variant.chooses_length else 2,
             0.7,
         )
-        assert draft.vocab == (vocab if draft.kind == "eagle3" else 0)
+        assert config.draft_spec.vocab == (16 if draft.kind == "eagle3" else 0)
         assert (config.offline.text == "generic") == (variant.name == "eagle3-generic")
     names = [variant.name for variant in VARIANTS]
     assert names[0] == "none"  # the yardstick of round_cost

@@ -18,6 +18,8 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, ModelSpec
 
@@ -218,35 +220,33 @@ class TestCheck:
                 ["model.layers is 3", "eagle3", "at least 4"],
             ),
             (
-                ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(vocab=41))),
+                ResolvedConfig(
+                    rollout=RolloutConfig(draft=DraftConfig(eagle3=Eagle3Config(vocab=41)))
+                ),
                 1,
                 1,
-                ["rollout.draft.vocab 41", "model.vocab 40"],
-            ),
-            (
-                ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(kind="mtp", vocab=20))),
-                1,
-                1,
-                ["rollout.draft.vocab 20", "mtp"],
-            ),
-            (
-                ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(vocab=8))),
-                1,
-                1,
-                ["rollout.draft.vocab 8"],
+                ["rollout.draft.eagle3.vocab 41", "model.vocab 40"],
             ),
             (
                 ResolvedConfig(
-                    rollout=RolloutConfig(draft=DraftConfig(vocab=20)),
+                    rollout=RolloutConfig(draft=DraftConfig(eagle3=Eagle3Config(vocab=8)))
+                ),
+                1,
+                1,
+                ["rollout.draft.eagle3.vocab 8"],
+            ),
+            (
+                ResolvedConfig(
+                    rollout=RolloutConfig(draft=DraftConfig(eagle3=Eagle3Config(vocab=20))),
                     offline=OfflineConfig(steps=0),
                 ),
                 1,
                 1,
                 [
-                    "rollout.draft.vocab 20",
+                    "rollout.draft.eagle3.vocab 20",
                     "offline.steps is 0",
                     "--offline.steps 300",
-                    "--rollout.draft.vocab 0",
+                    "--rollout.draft.eagle3.vocab 0",
                 ],
             ),
             (
@@ -267,12 +267,12 @@ class TestCheck:
             ),
             (
                 ResolvedConfig(
-                    rollout=RolloutConfig(draft=DraftConfig(kind="mtp", layers=3)),
+                    rollout=RolloutConfig(draft=DraftConfig(kind="mtp", mtp=MtpConfig(layers=3))),
                     draft_training=DraftTrainingConfig(ttt_steps=2),
                 ),
                 1,
                 1,
-                ["draft_training.ttt_steps 2", "rollout.draft.layers 3"],
+                ["draft_training.ttt_steps 2", "rollout.draft.mtp.layers 3"],
             ),
             (
                 ResolvedConfig(head=HeadSpec(taps=(2, 13))),
@@ -335,7 +335,7 @@ class TestCheck:
         ) == (8, 1, 1)
 
     def test_a_loaded_draft_brings_its_vocabulary_and_width(self) -> None:
-        rollout = RolloutConfig(draft=DraftConfig(vocab=20, path="head"))
+        rollout = RolloutConfig(draft=DraftConfig(eagle3=Eagle3Config(vocab=20), path="head"))
         wide, own = ModelSpec(embed=32), HeadSpec(own_embedding=True)
         assert check_config(
             ResolvedConfig(

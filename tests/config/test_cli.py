@@ -13,6 +13,7 @@ import pytest
 
 from jaxspec.config.cli import read_config
 from jaxspec.config.settings import DraftConfig
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.inputs.checked import ConfigError
 from tests.config.command_line import CONFIGS, NAMES, load, refused
 
@@ -145,15 +146,15 @@ class TestLoad:
         [
             (["--rollout.draft.kind", "none"], ["--rollout.draft.draft_length", "5"]),
             (["--rollout.draft.kind=none"], ["--rollout.draft.sampling=argmax"]),
-            (["--rollout.draft.kind=ngram"], ["--rollout.draft.vocab", "8"]),
+            (["--rollout.draft.kind=ngram"], ["--rollout.draft.eagle3.vocab", "8"]),
             (["--rollout.draft.kind=ngram"], ["--rollout.lookup.past", "8"]),
             (["--rollout.draft.kind=history"], ["--rollout.lookup.rule", "hf"]),
             (["--rollout.draft.kind=eagle3"], ["--rollout.lookup.min_match", "3"]),
             (["--rollout.draft.kind=eagle3"], ["--rollout.draft.temperature", "0.8"]),
-            (["--rollout.draft.kind=mtp"], ["--rollout.draft.vocab=8"]),
-            (["--rollout.draft.kind=eagle3"], ["--rollout.draft.no_embedding_first"]),
+            (["--rollout.draft.kind=mtp"], ["--rollout.draft.eagle3.vocab=8"]),
+            (["--rollout.draft.kind=eagle3"], ["--rollout.draft.mtp.no_embedding_first"]),
             (["--rollout.draft.kind=ngram"], ["--rollout.draft.path", "folder"]),
-            (["--rollout.draft.kind=mtp"], ["--rollout.draft.tap_convention=boundary"]),
+            (["--rollout.draft.kind=mtp"], ["--rollout.draft.eagle3.tap_convention=boundary"]),
             (["--rollout.draft.kind=mtp"], ["--head.norm_output"]),
             (["--rollout.draft.kind=none"], ["--head.taps", "0", "4"]),
         ],
@@ -172,18 +173,21 @@ class TestLoad:
             (["--rollout.draft.draft-length", "5"], DraftConfig(draft_length=5)),
             (["--rollout.draft.draft_length", "auto"], DraftConfig(draft_length="auto")),
             (
-                ["--rollout.draft.kind", "mtp", "--rollout.draft.no_embedding_first"],
-                DraftConfig(kind="mtp", embedding_first=False),
+                ["--rollout.draft.kind", "mtp", "--rollout.draft.mtp.no_embedding_first"],
+                DraftConfig(kind="mtp", mtp=MtpConfig(embedding_first=False)),
             ),
             (
-                ["--rollout.draft.kind=mtp", "--rollout.draft.no-embedding-first"],
-                DraftConfig(kind="mtp", embedding_first=False),
+                ["--rollout.draft.kind=mtp", "--rollout.draft.mtp.no-embedding-first"],
+                DraftConfig(kind="mtp", mtp=MtpConfig(embedding_first=False)),
             ),
             (
-                ["--rollout.draft.kind=mtp", "--rollout.draft.vocab", "0"],
-                DraftConfig(kind="mtp", vocab=0),
+                ["--rollout.draft.kind=mtp", "--rollout.draft.eagle3.vocab", "auto"],
+                DraftConfig(kind="mtp"),
             ),
-            (["--rollout.draft.kind=none", "--rollout.draft.layers=1"], DraftConfig(kind="none")),
+            (
+                ["--rollout.draft.kind=none", "--rollout.draft.mtp.layers=1"],
+                DraftConfig(kind="none"),
+            ),
         ],
     )
     def test_every_spelling_and_neutral_values(self, argv: list[str], draft: DraftConfig) -> None:

@@ -1,4 +1,4 @@
-"""`rollout.draft.vocab auto`: which drafts have a vocabulary of their own."""
+"""`rollout.draft.eagle3.vocab auto`: which drafts have a vocabulary of their own."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.config.settings import DraftConfig, OfflineConfig, ResolvedConfig, RolloutConfig
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from tests.conftest import tiny_model
 
 
@@ -16,8 +17,8 @@ from tests.conftest import tiny_model
         (49_152, 300, {}, 12_288),
         (151_936, 300, {}, 32_000),
         (151_936, 0, {}, 0),  # nothing would choose them
-        (151_936, 300, {"vocab": 0}, 0),
-        (151_936, 300, {"vocab": 64_000}, 64_000),
+        (151_936, 300, {"eagle3": Eagle3Config(vocab=0)}, 0),
+        (151_936, 300, {"eagle3": Eagle3Config(vocab=64_000)}, 64_000),
         (151_936, 300, {"kind": "mtp"}, 0),
     ],
 )

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.config.from_checkpoint import read_draft, resolve_config
 from jaxspec.config.settings import DataConfig, DraftConfig, ResolvedConfig, RolloutConfig
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.drafts.kinds import build_network
 from jaxspec.hf.eagle3_json import head_config_json
 from jaxspec.hf.names import policy_mappings
@@ -96,7 +97,7 @@ def test_a_checkpoint_settles_the_config(policy: Path, monkeypatch: pytest.Monke
         ).data.tokenizer
         == "other"
     )
-    plain = ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(vocab=0)))
+    plain = ResolvedConfig(rollout=RolloutConfig(draft=DraftConfig(eagle3=Eagle3Config(vocab=0))))
     assert resolve_config(plain, print) == plain
 
 
@@ -138,7 +139,7 @@ def test_a_head_brings_its_form_and_its_weights(policy: Path, tmp_path: Path, fo
     )
     assert config.head == HeadSpec(**flags)
     assert config.draft_model is not None
-    assert (config.draft_model.heads, config.draft_model.ffn, config.rollout.draft.vocab) == (
+    assert (config.draft_model.heads, config.draft_model.ffn, config.draft_spec.vocab) == (
         8,
         20,
         6,
@@ -225,7 +226,7 @@ def test_native_layers_of_the_policy_are_used_by_themselves(
     save_file({**tensors, **draft_tensors(made, "raw", 4)}, policy / WEIGHTS_FILE)
     config = resolve_config(config_for(policy, kind="mtp"), print)
     draft = config.rollout.draft
-    assert (draft.path, draft.layers, draft.embedding_first, draft.ffn) == (
+    assert (draft.path, draft.mtp.layers, draft.mtp.embedding_first, draft.mtp.ffn) == (
         str(policy),
         2,
         embedding_first,

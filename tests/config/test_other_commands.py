@@ -8,6 +8,8 @@ import pytest
 
 from jaxspec.config.cli import override_settings, settle_draft_settings, take_option
 from jaxspec.config.settings import Config, DraftConfig, RolloutConfig
+from jaxspec.drafts.eagle3.settings import Eagle3Config
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.inputs.checked import CheckedConfig, ConfigError
 
 
@@ -37,17 +39,22 @@ class TestAnotherCommandLine:
         assert "usage: other --file FILE ..." in capsys.readouterr().err
 
     def test_defaults_are_those_of_the_instance(self) -> None:
-        default = Other(rows=7, draft=DraftConfig(kind="mtp", layers=2))
+        default = Other(rows=7, draft=DraftConfig(kind="mtp", mtp=MtpConfig(layers=2)))
         assert override_settings(default, ["--draft.draft_length", "5"], "other", "") == replace(
             default, draft=replace(default.draft, draft_length=5)
         )
 
     def test_options_may_go_without_the_name_of_their_section(self) -> None:
         with pytest.raises(
-            ConfigError, match=r"draft\.kind ngram there is no use for --rollout\.draft\.vocab; "
+            ConfigError,
+            match=r"draft\.kind ngram there is no use for --rollout\.draft\.eagle3\.vocab; ",
         ):
             settle_draft_settings(
-                Config(rollout=RolloutConfig(draft=DraftConfig(kind="ngram", vocab=3))),
-                ["--draft.vocab", "3"],
+                Config(
+                    rollout=RolloutConfig(
+                        draft=DraftConfig(kind="ngram", eagle3=Eagle3Config(vocab=3))
+                    )
+                ),
+                ["--draft.eagle3.vocab", "3"],
                 prefix="rollout.",
             )

@@ -20,6 +20,7 @@ from jaxspec.config.settings import (
     BatchConfig,
     Config,
     DraftConfig,
+    DraftKind,
     DraftTrainingConfig,
     EvalConfig,
     LookupConfig,
@@ -29,6 +30,9 @@ from jaxspec.config.settings import (
     RolloutConfig,
     ScheduleConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
+from jaxspec.drafts.model.settings import DraftModelConfig
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadConfig, ModelConfig, RopeSpec
 
@@ -51,8 +55,9 @@ class TestSettings:
     def test_sizes(self) -> None:
         found = self.classes(Config())
         assert {kind.__name__: count for kind, count, _ in found if count > 12} == {}
-        assert sum(count for _, count, _ in found) <= 139
-        assert max(depth for _, _, depth in found) <= 3
+        assert sum(count for _, count, _ in found) <= 142
+        # A kind of draft has a section of its own, below that of all drafts.
+        assert max(depth for _, _, depth in found) <= 4
 
     def test_local_checks_name_key_and_number(self) -> None:
         with pytest.raises(
@@ -149,7 +154,9 @@ class TestSaved:
         config = ResolvedConfig(
             seed=7,
             rollout=RolloutConfig(
-                banned=(3, 4), stop=("\n\n", "é\\"), draft=DraftConfig(kind="mtp", layers=2)
+                banned=(3, 4),
+                stop=("\n\n", "é\\"),
+                draft=DraftConfig(kind="mtp", mtp=MtpConfig(layers=2)),
             ),
             mesh=MeshConfig(tensor=2),
         )
@@ -165,6 +172,42 @@ class TestSaved:
         assert "staged" in saved, "the argument stays"
         current = to_json(config)
         assert rename_settings(current) == current
+
+    @pytest.mark.parametrize("kind", ["eagle3", "mtp", "model", "ngram", "none"])
+    def test_settings_of_single_kinds_of_draft_move_to_their_sections(
+        self, kind: DraftKind
+    ) -> None:
+        config = ResolvedConfig(
+            rollout=RolloutConfig(
+                draft=DraftConfig(
+                    kind=kind,
+                    eagle3=Eagle3Config(vocab=24, ffn=8, tap_convention="boundary"),
+                    mtp=MtpConfig(layers=2, ffn=8, embedding_first=False),
+                    model=DraftModelConfig(layers=2, ffn=8),
+                )
+            )
+        )
+        saved = to_json(config)
+        draft = saved["rollout"]["draft"]
+        for section in ("eagle3", "mtp", "model"):
+            draft |= draft.pop(section)
+        assert "vocab" in draft
+        assert from_json(rename_settings(saved)) == config
+        assert "vocab" in draft, "the argument stays"
+        assert rename_settings(to_json(config)) == to_json(config)
+
+    def test_sections_of_other_kinds_of_draft_may_differ(self) -> None:
+        def with_layers(kind: DraftKind, layers: int) -> ResolvedConfig:
+            draft = DraftConfig(kind=kind, mtp=MtpConfig(layers=layers))
+            return ResolvedConfig(rollout=RolloutConfig(draft=draft))
+
+        saved = to_json(with_layers("mtp", 1))
+        assert list_changed_settings(saved, with_layers("mtp", 2)) == [
+            "rollout.draft.mtp.layers: 1 -> 2"
+        ]
+        assert list_changed_settings(saved, with_layers("ngram", 2)) == [
+            "rollout.draft.kind: mtp -> ngram"
+        ]
 
     def test_what_another_version_wrote_is_named(self) -> None:
         saved = to_json(ResolvedConfig())
@@ -236,7 +279,8 @@ class TestSaved:
 def test_there_are_no_more_settings_than_the_capabilities_need() -> None:
     """A number that a later capability raises on purpose, by what it brings."""
     named = flatten_settings(to_json(Config()))
-    assert len(named) <= 160, sorted(named)
+    # Two sizes of drafts are settings of each kind that has them.
+    assert len(named) <= 163, sorted(named)
     groups = Counter(name.rpartition(".")[0] for name in named)
     assert max(groups.values()) <= 15, groups
-    assert max(name.count(".") for name in named) <= 2
+    assert max(name.count(".") for name in named) <= 3

@@ -81,7 +81,7 @@ def test_what_headers_say_of_the_largest_common_scale(name: str, column: str, to
     assert config.data.prompt_column == column
     assert config.data.max_prompt_length + config.rollout.max_new_tokens == tokens
     assert config.draft_training.online == (name not in ("rl_think.py", "rl_zero.py"))
-    assert config.rollout.draft.vocab == 32_000
+    assert config.rollout.draft.eagle3.vocab == 32_000
 
 
 def test_dapo_is_what_was_published() -> None:

@@ -19,6 +19,7 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RolloutConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.inputs.checked import ConfigError
 from tests.config.command_line import load, refused
 
@@ -51,7 +52,7 @@ USELESS = [
     # the default, and yet not what the folder says
     ("--model.path folder --model.vocab 40", "model.path"),
     (
-        "--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 1",
+        "--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.mtp.layers 1",
         "rollout.draft.path",
     ),
     ("--model.ignore", "model.path"),
@@ -79,13 +80,13 @@ USELESS = [
     ("--rollout.draft.kind none --offline.steps 100", "kind none"),
     ("--rollout.draft.kind history --offline.samples 100", "kind history"),
     ("--rollout.draft.kind model --draft_training.ttt_steps 2", "kind model"),
-    ("--rollout.draft.path folder --rollout.draft.vocab 24", "rollout.draft.path"),
+    ("--rollout.draft.path folder --rollout.draft.eagle3.vocab 24", "rollout.draft.path"),
     ("--rollout.draft.path folder --head.norm_output", "rollout.draft.path"),
     (
-        "--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.layers 2",
+        "--rollout.draft.kind mtp --rollout.draft.path folder --rollout.draft.mtp.layers 2",
         "rollout.draft.path",
     ),
-    ("--rollout.draft.tap_convention boundary", "no rollout.draft.path"),
+    ("--rollout.draft.eagle3.tap_convention boundary", "no rollout.draft.path"),
     ("--draft_training.no_online --draft_training.learning_rate 1e-4", "draft_training.online off"),
     ("--draft_training.no_online --draft_training.every 2", "draft_training.online off"),
     ("--rollout.draft.kind ngram --draft_training.every auto", "kind ngram"),
@@ -93,7 +94,7 @@ USELESS = [
     ("--rollout.draft.kind none --no_compare_plain", "kind none"),
     ("--draft_training.ttt_steps 1 --draft_training.decay 0.5", "draft_training.ttt_steps 1"),
     (
-        "--rollout.draft.kind mtp --rollout.draft.draft_length 1 --rollout.draft.layers 3",
+        "--rollout.draft.kind mtp --rollout.draft.draft_length 1 --rollout.draft.mtp.layers 3",
         "rollout.draft.draft_length 1",
     ),
     ("--draft_training.no_online --offline.steps 0 --draft_training.grad_clip 1", "not trained"),
@@ -147,7 +148,8 @@ class TestUseless:
                 "--rollout.draft.kind none --rollout.verify coupled --offline.steps 0"
                 " --draft_training.no_online"
             ),
-            "--rollout.draft.path folder --head.taps 1 2 3 --rollout.draft.tap_convention boundary",
+            "--rollout.draft.path folder --head.taps 1 2 3"
+            " --rollout.draft.eagle3.tap_convention boundary",
             "--draft_training.no_online --draft_training.loss kl",
             "--offline.steps 0 --draft_training.learning_rate 1e-4 --offline.samples 2048",
             "--lora.alpha 32 --sft.steps 0 --sft.rows 64",  # the defaults
@@ -184,40 +186,40 @@ class TestUseless:
 class TestSettle:
     """What a config says for its own kind of draft, once the command line chooses another."""
 
-    own = RolloutConfig(draft=DraftConfig(vocab=24), lookup=LookupConfig(beside="ngram"))
+    own = RolloutConfig(
+        draft=DraftConfig(eagle3=Eagle3Config(vocab=24)), lookup=LookupConfig(beside="ngram")
+    )
 
     @pytest.mark.parametrize(
-        ("kind", "argv", "vocab", "beside"),
+        ("kind", "argv", "beside"),
         [
-            ("eagle3", [], 24, "ngram"),
-            ("eagle3", ["--draft.kind", "eagle3"], 24, "ngram"),
-            ("mtp", ["--draft.kind=mtp"], "auto", "ngram"),
-            ("none", ["--draft.kind=none"], "auto", "none"),
+            ("eagle3", [], "ngram"),
+            ("eagle3", ["--draft.kind", "eagle3"], "ngram"),
+            ("mtp", ["--draft.kind=mtp"], "ngram"),
+            ("none", ["--draft.kind=none"], "none"),
             # for `check` to refuse
-            ("none", ["--draft.kind=none", "--lookup.beside", "ngram"], "auto", "ngram"),
-            ("mtp", [], 24, "ngram"),  # a config file that contradicts itself, too
+            ("none", ["--draft.kind=none", "--lookup.beside", "ngram"], "ngram"),
+            ("none", [], "ngram"),  # a config file that contradicts itself, too
         ],
     )
     def test_what_is_not_named_gives_way(
-        self, kind: DraftKind, argv: list[str], vocab: int | str, beside: str
+        self, kind: DraftKind, argv: list[str], beside: str
     ) -> None:
         rollout = replace(self.own, draft=replace(self.own.draft, kind=kind))
         settled = settle_draft_settings(
             ResolvedConfig(rollout=rollout), argv, prefix="rollout."
         ).rollout
-        assert (settled.draft.kind, settled.draft.vocab, settled.lookup.beside) == (
-            kind,
-            vocab,
-            beside,
-        )
+        assert (settled.draft.kind, settled.lookup.beside) == (kind, beside)
+        assert settled.draft.eagle3 == self.own.draft.eagle3, "no other kind reads it"
 
     def test_what_is_named_does_not(self) -> None:
-        config = ResolvedConfig(rollout=replace(self.own, draft=DraftConfig(kind="none", vocab=24)))
+        draft = replace(self.own.draft, kind="none")
+        config = ResolvedConfig(rollout=replace(self.own, draft=draft))
         with pytest.raises(
-            ConfigError, match=r"kind none there is no use for --rollout\.draft\.vocab; "
+            ConfigError, match=r"kind none there is no use for --rollout\.draft\.eagle3\.vocab; "
         ):
             settle_draft_settings(
-                config, ["--rollout.draft.kind", "none", "--rollout.draft.vocab", "24"]
+                config, ["--rollout.draft.kind", "none", "--rollout.draft.eagle3.vocab", "24"]
             )
         looked_up = ResolvedConfig(
             rollout=replace(
@@ -242,7 +244,7 @@ class TestVaried:
         argv = [
             "--config",
             "rl_think.py",
-            "--rollout.draft.layers",
+            "--rollout.draft.mtp.layers",
             "2",
             "--rollout.draft.temperature",
             "0.8",
@@ -252,7 +254,11 @@ class TestVaried:
         with pytest.raises(ConfigError, match="no use for"):
             load_config(argv, "bench drafts", "")
         rollout = load_config(argv, "bench drafts", "", ["rollout.verify"])[0].rollout
-        assert (rollout.draft.layers, rollout.draft.temperature, rollout.lookup.past) == (2, 0.8, 4)
+        assert (rollout.draft.mtp.layers, rollout.draft.temperature, rollout.lookup.past) == (
+            2,
+            0.8,
+            4,
+        )
 
     def test_its_own_are_refused(self) -> None:
         argv = ["--config", "rl_think.py", "--rollout.verify=token", "--rollout.draft.kind", "mtp"]

@@ -17,9 +17,12 @@ from jaxspec.config.settings import (
     RolloutConfig,
 )
 from jaxspec.drafts.base import PLAIN, Context, Draft, Proposal
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.drafts.kinds import build_draft, build_network, check_fits
-from jaxspec.drafts.lookup import history_draft, ngram_draft, prefer_lookup
-from jaxspec.drafts.model import model_draft
+from jaxspec.drafts.lookup.drafting import history_draft, ngram_draft, prefer_lookup
+from jaxspec.drafts.model.drafting import model_draft
+from jaxspec.drafts.model.settings import DraftModelConfig
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import FamilySpec, HeadSpec, RopeSpec
@@ -61,7 +64,7 @@ class Built(NamedTuple):
 
 BUILT = [
     Built(
-        DraftConfig(kind="eagle3", draft_length=2, vocab=6, ffn=12),
+        DraftConfig(kind="eagle3", draft_length=2, eagle3=Eagle3Config(vocab=6, ffn=12)),
         recurrent_draft(2, (1, 2, 3)),
         network=Eagle3,
         shapes={"fuse": (48, 16), "head": (16, 6), "vocabulary": (6,), "first.gate": (1, 16, 12)},
@@ -92,13 +95,13 @@ BUILT = [
         loaded={"draft_model": tiny_model(layers=3, embed=8, heads=2, kv_heads=1)},
     ),
     Built(
-        DraftConfig(kind="mtp", draft_length=3, layers=2, embedding_first=False),
+        DraftConfig(kind="mtp", draft_length=3, mtp=MtpConfig(layers=2, embedding_first=False)),
         recurrent_draft(3, depth=2),
         network=Mtp,
         shapes={"project": (2, 32, 16), "layers.gate": (2, 16, 24)},
     ),
     Built(
-        DraftConfig(kind="model", draft_length=2, layers=2, ffn=8),
+        DraftConfig(kind="model", draft_length=2, model=DraftModelConfig(layers=2, ffn=8)),
         model_draft(2),
         network=Decoder,
         shapes={"embedding": (11, 16), "layers.query": (2, 16, 4, 4), "layers.gate": (2, 16, 8)},
@@ -181,7 +184,7 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     config = tiny_config(
         rollout=rollout, batch=BatchConfig(prompts=8, group_size=GROUP), **case.loaded
     )
-    draft = build_draft(config.draft_spec, ENDS)
+    draft = build_draft(config.draft_spec, ENDS, config.lookup_spec)
     network = tiny_network(lambda _, key: build_network(config.draft_spec, key), config.model, 2)
     assert draft[:3] == case.wanted[:3]  # length, taps, and whether it draws
     assert draft.max_length == case.draft.draft_length
@@ -198,8 +201,8 @@ def test_a_config_gives_its_draft_and_network(case: Built) -> None:
     )
     assert found.tokens.shape == (8 * GROUP, case.draft.draft_length)
     assert (found.lengths > 0).any()
-    if case.draft.draft_vocab:
-        assert (found.tokens < case.draft.draft_vocab).all()
+    if vocab := config.draft_spec.vocab:
+        assert (found.tokens < vocab).all()
 
 
 def test_none_is_plain_decoding() -> None:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Committed, Context, Draft, Proposal
-from jaxspec.drafts.lookup import (
+from jaxspec.drafts.lookup.drafting import (
     CombinedState,
     HistoryState,
     history_draft,
     ngram_draft,
     prefer_lookup,
 )
-from jaxspec.drafts.model import model_draft
+from jaxspec.drafts.model.drafting import model_draft
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder

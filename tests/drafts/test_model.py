@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Committed, Context, Proposal
-from jaxspec.drafts.model import ModelState, model_draft
+from jaxspec.drafts.model.drafting import ModelState, model_draft
 from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder

@@ -51,7 +51,7 @@ def test_a_checkpoint_is_evaluated_as_its_run_generates() -> None:
     assert (changed.rollout.draft.kind, changed.eval.samples) == ("ngram", 4)
     for words, told in (
         (["--rollout.draft.kind", "mtp"], "the run's draft is eagle3, so there are no weights"),
-        (["--rollout.draft.ffn", "8"], "draft was trained with 0"),
+        (["--rollout.draft.eagle3.ffn", "8"], "draft was trained with 0"),
         (["--eval.every", "3"], "no use for --eval.every"),
         (["--model.layers", "3"], "no use for --model.layers"),
     ):

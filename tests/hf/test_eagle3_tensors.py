@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.mtp import find_mtp_layers, mtp_arrays
+from jaxspec.drafts.mtp.files import find_mtp_layers, mtp_arrays
 from jaxspec.hf.draft_tensors import replace_leaves
 from jaxspec.hf.eagle3_config import parse_head_config
 from jaxspec.hf.eagle3_json import HeadFormat, head_config_json

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import PLAIN
-from jaxspec.drafts.lookup import ngram_draft, prefer_lookup
+from jaxspec.drafts.lookup.drafting import ngram_draft, prefer_lookup
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.modes import Matching

@@ -113,7 +113,7 @@ def test_a_mimo_folder_gives_the_policy_and_its_own_draft(tmp_path: Path) -> Non
     )
     config = resolve_config(config, print)
     draft = config.rollout.draft
-    assert (config.model.family, draft.path, draft.layers, draft.embedding_first) == (
+    assert (config.model.family, draft.path, draft.mtp.layers, draft.mtp.embedding_first) == (
         MIMO,
         str(tmp_path),
         1,

@@ -18,6 +18,7 @@ from jaxspec.config.settings import (
     EngineConfig,
     RolloutConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host import round_cost
 from jaxspec.host.round_cost import make_length_chooser
 from jaxspec.inputs.spec import ModelSpec
@@ -88,7 +89,8 @@ print(file_of().name)
 
 def file_of() -> Path:
     config = tiny_config(
-        MODEL, rollout=RolloutConfig(draft=DraftConfig(draft_length="auto", vocab=8))
+        MODEL,
+        rollout=RolloutConfig(draft=DraftConfig(draft_length="auto", eagle3=Eagle3Config(vocab=8))),
     )
     return round_cost.cost_file(build_step(config, small_mesh(1), (), MODEL.vocab).generator, 5)
 

@@ -17,6 +17,9 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import load_sets
+from jaxspec.drafts.eagle3.settings import Eagle3Config
+from jaxspec.drafts.model.settings import DraftModelConfig
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.host import round_cost
 from jaxspec.models.decoder import Decoder
 from jaxspec.preparation import draft, draft_training
@@ -143,7 +146,7 @@ class TestCachedDraft:
         seven = character_tokenizer().encode("7")[0]
         rollout = RolloutConfig(
             max_new_tokens=6,
-            draft=DraftConfig(kind="model", layers=4, draft_length=2),
+            draft=DraftConfig(kind="model", model=DraftModelConfig(layers=4), draft_length=2),
             banned=(seven,),
         )
         job = a_job(rollout=rollout, offline=OfflineConfig(samples=24, rows=8, steps=2))
@@ -211,12 +214,12 @@ class TestCachedDraft:
             ),
             *(
                 rollout({"kind": "mtp"}),
-                rollout({"vocab": 12}),
-                rollout({"ffn": 8}),
-                rollout({"kind": "mtp", "layers": 2}),
+                rollout({"eagle3": Eagle3Config(vocab=12)}),
+                rollout({"eagle3": Eagle3Config(ffn=8)}),
+                rollout({"kind": "mtp", "mtp": MtpConfig(layers=2)}),
             ),
             *(
-                rollout({"kind": "mtp", "embedding_first": False}),
+                rollout({"kind": "mtp", "mtp": MtpConfig(embedding_first=False)}),
                 rollout(temperature=0.5),
                 rollout(top_k=3),
                 rollout(top_p=0.5),

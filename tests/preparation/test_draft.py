@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxspec.data.arithmetic import SftBatch
+from jaxspec.drafts.eagle3.settings import Eagle3Config
+from jaxspec.drafts.model.settings import DraftModelConfig
 from jaxspec.host.job import Job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import replicated_sharding
@@ -83,8 +85,8 @@ class TestTrain:
     @pytest.mark.parametrize(
         ("kind", "draft"),
         [
-            pytest.param("eagle3", {"vocab": 12}, marks=pytest.mark.slow),
-            pytest.param("model", {"ffn": 8}, marks=pytest.mark.sweep),
+            pytest.param("eagle3", {"eagle3": Eagle3Config(vocab=12)}, marks=pytest.mark.slow),
+            pytest.param("model", {"model": DraftModelConfig(ffn=8)}, marks=pytest.mark.sweep),
         ],
     )
     def test_a_killed_training_goes_on_to_the_same_weights_in_every_bit(
@@ -120,7 +122,7 @@ class TestTrain:
         assert [str(kept) in line and "made anew" in line for line in seen.said] == [True]
 
     def test_the_drafts_own_vocabulary_is_counted_from_the_rows(self, tmp_path: Path) -> None:
-        job = a_job(draft={"vocab": 12})
+        job = a_job(draft={"eagle3": Eagle3Config(vocab=12)})
         rows = TextRows(np.full((4, 12), 17, np.int32), np.full((4, 12), True))
         network = trained(job, tiny_network(Decoder, job.config.model), rows, tmp_path, Seen())
         assert network.vocabulary[...].tolist() == [*range(11), 17]  # the end token is 1
@@ -241,7 +243,7 @@ class TestCollect:
 
 class TestMeasure:
     def test_a_small_model_overlaps_the_policy_as_numpy_says(self) -> None:
-        job = a_job("model", draft={"layers": 4})
+        job = a_job("model", draft={"model": DraftModelConfig(layers=4)})
         policy, network = (
             tiny_network(Decoder, job.config.model, seed=seed, scale=2.0) for seed in (0, 1)
         )

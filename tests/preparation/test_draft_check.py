@@ -14,6 +14,7 @@ import pytest
 
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.drafts.kinds import get_learned
 from jaxspec.drafts.unroll import UNROLL
 from jaxspec.inputs.spec import HeadSpec
@@ -93,7 +94,7 @@ def layer() -> Any:
 
 
 def generator_for(kind: str, taps: tuple[int, ...] = ()) -> Generator:
-    draft = DraftConfig(kind=kind, draft_length=2, vocab=len(IDS) if kind == "eagle3" else 0)  # pyright: ignore[reportArgumentType]
+    draft = DraftConfig(kind=kind, draft_length=2, eagle3=Eagle3Config(vocab=len(IDS)))  # pyright: ignore[reportArgumentType]
     return build_step(
         tiny_config(MODEL, draft, head=HeadSpec(taps=taps)), small_mesh(), (1,), 0
     ).generator

@@ -26,6 +26,8 @@ from jaxspec.config.settings import (
     ResolvedConfig,
     RolloutConfig,
 )
+from jaxspec.drafts.model.settings import DraftModelConfig
+from jaxspec.drafts.mtp.settings import MtpConfig
 from jaxspec.host.programs import abstract_arguments
 from jaxspec.kernels import chunks
 from jaxspec.metrics.mean import metrics_to_host
@@ -172,8 +174,11 @@ def test_temporaries_follow_the_positions_of_a_micro_batch() -> None:
 
 KINDS = {
     "eagle3": (DraftConfig(draft_length=2), eagle3),
-    "mtp": (DraftConfig(kind="mtp", draft_length=2, layers=2), functools.partial(Mtp, layers=2)),
-    "model": (DraftConfig(kind="model", draft_length=2, layers=2), Decoder),
+    "mtp": (
+        DraftConfig(kind="mtp", draft_length=2, mtp=MtpConfig(layers=2)),
+        functools.partial(Mtp, layers=2),
+    ),
+    "model": (DraftConfig(kind="model", draft_length=2, model=DraftModelConfig(layers=2)), Decoder),
 }
 
 
@@ -210,7 +215,7 @@ def texts() -> tuple[np.ndarray, np.ndarray]:
 
 def networks(kind: str) -> tuple[Decoder, Any]:
     drafted, build = KINDS[kind]
-    model = dataclasses.replace(MODEL, layers=drafted.layers) if kind == "model" else MODEL
+    model = dataclasses.replace(MODEL, layers=drafted.model.layers) if kind == "model" else MODEL
     return tiny_network(Decoder, MODEL, 1), tiny_network(build, model, 2)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from jaxspec.drafts.base import PLAIN as PLAIN_DRAFT
 from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler
-from jaxspec.drafts.lookup import history_draft, ngram_draft, prefer_lookup
-from jaxspec.drafts.model import model_draft
+from jaxspec.drafts.lookup.drafting import history_draft, ngram_draft, prefer_lookup
+from jaxspec.drafts.model.drafting import model_draft
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle3 import with_vocabulary

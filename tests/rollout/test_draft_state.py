@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Context, Draft
-from jaxspec.drafts.lookup import CombinedState
+from jaxspec.drafts.lookup.drafting import CombinedState
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import (

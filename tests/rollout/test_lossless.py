@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import Draft
-from jaxspec.drafts.model import model_draft
+from jaxspec.drafts.model.drafting import model_draft
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.loss_terms import label_logprobs
 from jaxspec.rollout.generate import advance, begin, collect

@@ -28,6 +28,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host.programs import abstract_leaf, abstract_prompts, put_like
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.inputs.streams import Stream
@@ -109,7 +110,7 @@ class Cells:
         draft = DraftConfig(
             # A config has no draft length 0. `make_generator` removes the draft for plain decoding.
             draft_length=max(cell.draft_length, 1),
-            vocab=cell.draft_vocab,
+            eagle3=Eagle3Config(vocab=cell.draft_vocab),
             # `auto` would tune the draft's temperature, which only a run does.
             sampling="sample",
         )

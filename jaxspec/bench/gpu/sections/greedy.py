@@ -16,6 +16,7 @@ from jaxspec.bench.gpu.run import GpuPlan
 from jaxspec.bench.gpu.weights import random_weights
 from jaxspec.build import build_step
 from jaxspec.config.settings import DraftConfig, EngineConfig, RolloutConfig
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host.programs import abstract_prompts
 from jaxspec.models.layers import cast_floats
 from jaxspec.rollout.generator import Generator
@@ -79,7 +80,7 @@ def _build_step(plan: GpuPlan, variant: GreedyVariant) -> Step:
         stack_layers=variant.stack_layers,
         command_buffers=variant.command_buffers,
     )
-    draft = DraftConfig(draft_length=options.draft_length, vocab=vocab // 4)
+    draft = DraftConfig(draft_length=options.draft_length, eagle3=Eagle3Config(vocab=vocab // 4))
     rollout = RolloutConfig(max_new_tokens=new_tokens, temperature=0.0, draft=draft, engine=engine)
     config = inference_config(options, model, rollout, ROWS, prompt_length)
     return build_step(config, plan.mesh, (), vocab)

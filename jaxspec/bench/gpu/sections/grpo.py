@@ -32,6 +32,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
+from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host.programs import abstract_arguments, put_like
 from jaxspec.inputs.spec import LoraConfig
 from jaxspec.models.layers import cast_floats
@@ -194,7 +195,9 @@ class StepMode(NamedTuple):
 
 
 def _step_config(options: GpuOptions) -> ResolvedConfig:
-    draft = DraftConfig(draft_length=options.draft_length, vocab=options.draft_vocab)
+    draft = DraftConfig(
+        draft_length=options.draft_length, eagle3=Eagle3Config(vocab=options.draft_vocab)
+    )
     engine = EngineConfig(
         slots=options.step_prompts * options.group, page_size=options.page_size, tail=False
     )

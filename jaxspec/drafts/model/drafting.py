@@ -1,12 +1,8 @@
-"""A smaller decoder as a draft kind.
+"""Drafting with a smaller decoder, which has its own cache.
 
-It has its own cache and shares the policy's vocabulary. Source: Leviathan et al., arXiv 2211.17192.
+Source: Leviathan et al., arXiv 2211.17192.
 """
 
-from dataclasses import replace
-from pathlib import Path
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -15,28 +11,16 @@ from jaxspec.drafts.base import (
     Committed,
     Context,
     Draft,
-    DraftFiles,
-    ExportSpec,
-    Kind,
-    Learned,
-    Log,
     Proposal,
     Sampler,
-    Unroll,
     block_positions,
 )
 from jaxspec.drafts.pieces import Pieces
-from jaxspec.hf.draft_tensors import check_vocabulary_padding
-from jaxspec.hf.names import policy_mappings
-from jaxspec.hf.policy_config import policy_config_json
-from jaxspec.hf.pretrained import load_policy_config, open_policy_checkpoint, stream_tensors
-from jaxspec.inputs.checked import require
-from jaxspec.inputs.spec import DraftSpec, ModelConfig, ModelSpec
 from jaxspec.kernels.order import order_after, signal_ready
 from jaxspec.mesh import max_over_experts
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, DecoderOutput
-from jaxspec.state import Pack, Prompts, Tree, pytree
+from jaxspec.state import Prompts, Tree, pytree
 
 
 @pytree
@@ -182,95 +166,3 @@ def _prefill_pieces(
 def _require_cache(cache: KVCache | None) -> KVCache:
     assert cache is not None, "a decoder called with a cache must return it"
     return cache
-
-
-# ---- the kind
-
-
-def _decoder_spec(spec: DraftSpec) -> ModelSpec:
-    """Returns the spec of the draft's decoder.
-
-    Without a loaded model it has layers of the policy's sizes and family.
-    """
-    if spec.decoder is not None:
-        return spec.decoder
-    return replace(spec.policy, path="", layers=spec.layers, ffn=spec.ffn or spec.policy.ffn)
-
-
-def _check_spec(spec: DraftSpec) -> None:
-    draft_vocab, policy_vocab = _decoder_spec(spec).vocab, spec.policy.vocab
-    require(
-        draft_vocab == policy_vocab,
-        f"the draft model's vocabulary is {draft_vocab} and model.vocab {policy_vocab}; choose a"
-        " draft that shares the policy's",
-    )
-
-
-def _unroll_hidden(
-    network: Decoder, target: Decoder, forward: DecoderOutput, pack: Pack, depths: int
-) -> Float[Array, "B T 1 D"]:
-    """Runs the draft model over the pack."""
-    # It reads true tokens only, never its own outputs, so there is one depth.
-    return network(pack.tokens, pack.positions, first=pack.text_start).hidden[:, :, None]
-
-
-def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
-    """Reads the model's sizes from its folder."""
-    # Models of one family pad the same vocabulary differently, so loading pads or cuts the rows.
-    decoder = replace(_stored_spec(spec), vocab=spec.policy.vocab)
-    return replace(spec, decoder=decoder, vocab=0, ffn=0)
-
-
-def _stored_spec(spec: DraftSpec) -> ModelSpec:
-    """Returns the model's spec as stored in its folder."""
-    policy = spec.policy
-    base = ModelConfig(path=spec.path, ignore=policy.ignore, dtype=policy.dtype, remat=policy.remat)
-    return load_policy_config(base)
-
-
-def _check_files(spec: DraftSpec, folder: Path, token_count: int) -> None:
-    decoder, stored_rows = _decoder_spec(spec), _stored_spec(spec).vocab
-    check_vocabulary_padding(str(folder), stored_rows, spec.policy.vocab, token_count)
-    open_policy_checkpoint(
-        decoder, jax.eval_shape(lambda: Decoder(decoder, jax.random.key(0))), stored_rows
-    )
-
-
-def _load_network(spec: DraftSpec, folder: Path, abstract: Decoder) -> Decoder:
-    checkpoint = open_policy_checkpoint(_decoder_spec(spec), abstract, _stored_spec(spec).vocab)
-    return checkpoint.load(lambda _: None)
-
-
-def _export_files(network: Decoder, export: ExportSpec) -> DraftFiles:
-    """Exports the draft as a policy is exported."""
-    config = policy_config_json(network.config, export.dtype.name, export.special_tokens)
-    tensors = stream_tensors(policy_mappings(network.config), network, export.dtype)
-    return DraftFiles(config, list(tensors), needs_tokenizer=True)
-
-
-MODEL = Kind(
-    build=lambda spec, stop_ids: model_draft(spec.max_length),
-    settings=frozenset({"rollout.draft.layers", "model.ignore"}),
-    file_settings=frozenset({"rollout.draft.ffn", "rollout.draft.layers"}),
-    learned=Learned(
-        decoder_spec=_decoder_spec,
-        init_network=lambda spec, key: Decoder(_decoder_spec(spec), key),
-        check_spec=_check_spec,
-        size_pairs=lambda network, policy: {
-            "vocabulary": (network.embedding.shape[0], policy.vocab)
-        },
-        # the two positions that `propose` reads
-        block_size=lambda length: 2,
-        unroll=Unroll(
-            depth_count=lambda steps: 1,
-            min_context=lambda depths: jnp.zeros((1,), jnp.int32),
-            hidden_states=_unroll_hidden,
-            logits=lambda network, target, hidden: network.logits(hidden),
-            vocabulary=lambda network: None,
-        ),
-        resolve_spec=_resolve_spec,
-        check_files=_check_files,
-        load_network=_load_network,
-        export_files=_export_files,
-    ),
-)

@@ -1,27 +1,30 @@
 """EAGLE-3 as a draft kind.
 
-Reads and writes published files, and lists repairs of files that were read wrong. The network is in
-`models/eagle3.py`.
+Reads and writes published files. The network is in `models/eagle3.py`.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
 from jaxspec.drafts.base import (
     MULTI_DEPTH_SETTINGS,
     DraftFiles,
     ExportSpec,
+    FileFacts,
     Kind,
     Learned,
     Log,
-    Repair,
     SizePairs,
+)
+from jaxspec.drafts.eagle3.repairs import list_repairs
+from jaxspec.drafts.eagle3.settings import (
+    LARGE_VOCAB,
+    PUBLISHED_VOCAB,
+    Eagle3Config,
+    Eagle3Spec,
 )
 from jaxspec.drafts.recurrent import recurrent_draft
 from jaxspec.drafts.unroll import UNROLL
@@ -44,9 +47,9 @@ from jaxspec.hf.eagle3_tensors import (
 from jaxspec.hf.eagle3_vocabulary import resize_vocabulary
 from jaxspec.hf.pretrained import CONFIG_FILE
 from jaxspec.hf.tensor_files import StoredTensor, open_tensors, refuse_quantized
-from jaxspec.inputs.checked import require
+from jaxspec.inputs.checked import Unused, require
 from jaxspec.inputs.json_keys import read_json
-from jaxspec.inputs.spec import DraftSpec, HeadConfig, HeadSpec, ModelSpec
+from jaxspec.inputs.spec import HeadConfig, HeadSpec, ModelSpec
 from jaxspec.models.decoder import tap_boundaries
 from jaxspec.models.eagle3 import Eagle3, llama_head_spec, tap_count, with_vocabulary
 from jaxspec.processes.global_arrays import from_host_values
@@ -62,16 +65,21 @@ def head_taps(head: HeadSpec, layers: int) -> tuple[int, ...]:
     return (head.taps or tap_boundaries(layers)) if head.use_taps else ()
 
 
-def _decoder_spec(spec: DraftSpec) -> ModelSpec:
+def _decoder_spec(spec: Eagle3Spec) -> ModelSpec:
     """Returns the spec of the head's decoder.
 
     Without a loaded head it is one Llama layer of the policy's sizes.
     """
-    return spec.decoder or llama_head_spec(spec.policy, spec.ffn)
+    return spec.decoder or llama_head_spec(spec.policy, spec.settings.ffn)
 
 
-def _check_spec(spec: DraftSpec) -> None:
-    """Checks that taps and decoder fit the policy."""
+def _check_spec(spec: Eagle3Spec) -> None:
+    """Checks that head and vocabulary fit the policy."""
+    _check_head(spec)
+    _check_vocabulary(spec)
+
+
+def _check_head(spec: Eagle3Spec) -> None:
     head, decoder, policy = spec.head, spec.decoder, spec.policy
     require(
         not head.use_taps or bool(head.taps) or policy.layers >= 4,
@@ -97,6 +105,41 @@ def _check_spec(spec: DraftSpec) -> None:
     )
 
 
+def _check_vocabulary(spec: Eagle3Spec) -> None:
+    vocab, policy_vocab, banned_count = spec.vocab, spec.policy.vocab, spec.banned_count
+    if vocab == 0:
+        return
+    message = f"rollout.draft.eagle3.vocab {vocab}"
+    require(
+        vocab <= policy_vocab,
+        f"{message} is larger than the policy's model.vocab {policy_vocab}; give at most that, or"
+        " 0 for all of it",
+    )
+    remedy = "set --offline.steps 300 or so, or --rollout.draft.eagle3.vocab 0"
+    require(
+        spec.trains_offline or bool(spec.path),
+        f"{message} is chosen by offline training, and offline.steps is 0; {remedy}",
+    )
+    # 8 is room for the end tokens, which are always selected.
+    require(
+        vocab > banned_count + 8,
+        f"{message} has almost no room besides {banned_count} banned ids and the end tokens; raise"
+        " it",
+    )
+
+
+def _resolve_settings(spec: Eagle3Spec) -> Eagle3Config:
+    """Resolves the size of the draft's own vocabulary."""
+    if spec.settings.vocab != "auto":
+        return spec.settings
+    policy_vocab = spec.policy.vocab
+    # Offline training selects the tokens, so without it there is no such vocabulary.
+    is_large = spec.trains_offline and policy_vocab > LARGE_VOCAB
+    # A multiple of 128 can be sharded over `tensor`.
+    vocab = min(policy_vocab // 512 * 128, PUBLISHED_VOCAB) if is_large else 0
+    return replace(spec.settings, vocab=vocab)
+
+
 def _size_pairs(network: Eagle3, policy: ModelSpec) -> SizePairs:
     pairs, taps = {}, tap_count(network.form)
     if network.embedding is None or network.fuse is None:
@@ -113,20 +156,19 @@ def _size_pairs(network: Eagle3, policy: ModelSpec) -> SizePairs:
 # ---- files
 
 
-def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
+def _read_facts(spec: Eagle3Spec, folder: Path, log: Log) -> FileFacts:
     """Reads a head's sizes and form from its files."""
     policy, source = spec.policy, str(folder / CONFIG_FILE)
     decoder, head, vocab = parse_head_config(
-        read_json(folder / CONFIG_FILE), source, spec.tap_convention, policy, log
+        read_json(folder / CONFIG_FILE), source, spec.settings.tap_convention, policy, log
     )
     if spec.head.taps:  # the file's layer numbers are ambiguous, the user's are not
         head = replace(head, taps=spec.head.taps)
     tensors = load_tensors(_open_head_tensors(folder, policy.vocab)[0])
     has_both_embeddings = "embed_tokens.weight" in tensors and bool(policy.path)
     # The policy's table is needed only to see whether the head's copy of it differs.
-    decoder, head = reconcile_with_tensors(
-        decoder, head, tensors, load_policy_embeddings(spec, has_both_embeddings)["embedding"], log
-    )
+    embedding = load_policy_embeddings(policy, spec.path, has_both_embeddings)["embedding"]
+    decoder, head = reconcile_with_tensors(decoder, head, tensors, embedding, log)
     if "lm_head.weight" in tensors:  # config.json may be wrong or silent about it
         head_rows = tensors["lm_head.weight"].shape[0]
         vocab = 0 if head_rows == policy.vocab else head_rows
@@ -135,7 +177,7 @@ def _resolve_spec(spec: DraftSpec, folder: Path, log: Log) -> DraftSpec:
             f"{source}: the head was trained on {decoder.rope.context} positions, rows take up to"
             f" {spec.row_length}: it may accept less beyond"
         )
-    return replace(spec, decoder=decoder, head=head, vocab=vocab, ffn=0)
+    return FileFacts(replace(spec.settings, vocab=vocab, ffn=0), decoder, head)
 
 
 def _open_head_tensors(folder: Path, vocab: int) -> tuple[dict[str, StoredTensor], int]:
@@ -153,15 +195,15 @@ def _open_head_tensors(folder: Path, vocab: int) -> tuple[dict[str, StoredTensor
     ), stored_vocab
 
 
-def _check_files(spec: DraftSpec, folder: Path, token_count: int) -> None:
+def _check_files(spec: Eagle3Spec, folder: Path, token_count: int) -> None:
     tensors, stored_vocab = _open_head_tensors(folder, spec.policy.vocab)
     check_vocabulary_padding(str(folder), stored_vocab, spec.policy.vocab, token_count)
     check_head_tensors(_decoder_spec(spec), spec.head, tensors, spec.policy, str(folder))
 
 
-def _load_network(spec: DraftSpec, folder: Path, abstract: PyTree) -> PyTree:
+def _load_network(spec: Eagle3Spec, folder: Path, abstract: PyTree) -> PyTree:
     tensors = load_tensors(_open_head_tensors(folder, spec.policy.vocab)[0])
-    policy = load_policy_embeddings(spec, "lm_head.weight" not in tensors)
+    policy = load_policy_embeddings(spec.policy, spec.path, "lm_head.weight" not in tensors)
     arrays = head_arrays(_decoder_spec(spec), spec.head, tensors, policy, str(folder))
     return jax.tree.map(from_host_values, abstract, replace_leaves(abstract, arrays))
 
@@ -176,76 +218,23 @@ def _export_files(network: Eagle3, export: ExportSpec) -> DraftFiles:
     return DraftFiles(content, cast_tensors(head_tensors(network, head_format), export.dtype))
 
 
-# ---- repairs
-
-
-def _list_repairs(network: Eagle3, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:
-    yield from _repair_taps(network, taps, policy.layers)
-    # Each of these can be wrong in a file without any error, and only lowers acceptance.
-    for flag in ("norm_before_residual", "norm_output"):
-        opposite = not getattr(network.form, flag)
-        variant = _copy_with(network, form=replace(network.form, **{flag: opposite}))
-        remedy = f'"{flag}": {str(opposite).lower()} in the draft\'s config.json'
-        yield Repair(f"{flag} is {opposite}", remedy, variant, taps)
-    yield from _repair_vocabulary(network, taps)
-    for owner, theta in {"the policy's": policy.rope_theta, "the default": 1e4}.items():
-        if theta != network.config.rope_theta:
-            variant = _copy_with(network, config=replace(network.config, rope_theta=theta))
-            remedy = f'"rope_theta": {theta:g} in the draft\'s config.json'
-            yield Repair(f"rope_theta is {owner} {theta:g}", remedy, variant, taps)
-
-
-def _repair_taps(network: Eagle3, taps: tuple[int, ...], layers: int) -> Iterator[Repair]:
-    for shift in (1, -1):
-        # Conventions differ by one in whether a tap is before or after the layer it names.
-        shifted_taps = tuple(tap + shift for tap in taps)
-        if shifted_taps and shifted_taps[0] >= 0 and shifted_taps[-1] <= layers:
-            description = (
-                f"it reads one layer {'later' if shift > 0 else 'earlier'}, after"
-                f" {', '.join(map(str, shifted_taps))}"
-            )
-            yield Repair(
-                description,
-                f"--head.taps {' '.join(map(str, shifted_taps))}",
-                network,
-                shifted_taps,
-            )
-
-
-def _repair_vocabulary(network: Eagle3, taps: tuple[int, ...]) -> Iterator[Repair]:
-    if network.vocabulary is None:
-        return
-    stored_ids = np.asarray(jax.device_get(network.vocabulary[...]))
-    token_ids = stored_ids - np.arange(stored_ids.size, dtype=np.int32)
-    # `d2t` stores offsets: token id = d2t[i] + i. Some files store the ids themselves.
-    if (np.diff(token_ids) > 0).all() and (token_ids != stored_ids).any():
-        yield Repair(
-            "its d2t holds token ids, not offsets",
-            "d2t - arange(len(d2t)) in the draft's file",
-            with_vocabulary(network, token_ids),
-            taps,
-        )
-
-
-def _copy_with(network: Any, **settings: Any) -> Any:
-    """Copies a network with changed settings."""
-    # Mapping the identity builds a new module object, so the original keeps its settings.
-    copy = jax.tree.map(lambda leaf: leaf, network)
-    for name, value in settings.items():
-        setattr(copy, name, value)
-    return copy
-
-
 _HEAD_SETTINGS = frozenset(f"head.{item.name}" for item in dataclasses.fields(HeadConfig)) - {
     "head.taps"
 }
 EAGLE3 = Kind(
+    make_spec=Eagle3Spec.from_run,
     build=lambda spec, stop_ids: recurrent_draft(
         spec.max_length, head_taps(spec.head, spec.policy.layers)
     ),
-    settings=MULTI_DEPTH_SETTINGS
-    | {"rollout.draft.vocab", "rollout.draft.tap_convention", "head."},
-    file_settings=_HEAD_SETTINGS | {"rollout.draft.ffn", "rollout.draft.vocab"},
+    shared_settings=MULTI_DEPTH_SETTINGS | {"head."},
+    file_settings=_HEAD_SETTINGS | {"rollout.draft.eagle3.ffn", "rollout.draft.eagle3.vocab"},
+    unused_rules=(
+        Unused(
+            "rollout.draft.eagle3.tap_convention",
+            "no rollout.draft.path",
+            lambda c: not c.rollout.draft.path,
+        ),
+    ),
     learned=Learned(
         decoder_spec=_decoder_spec,
         init_network=lambda spec, key: Eagle3(
@@ -255,12 +244,13 @@ EAGLE3 = Kind(
         size_pairs=_size_pairs,
         block_size=lambda length: length + 1,
         unroll=UNROLL,
-        resolve_spec=_resolve_spec,
+        read_facts=_read_facts,
         check_files=_check_files,
         load_network=_load_network,
         export_files=_export_files,
+        resolve_settings=_resolve_settings,
         export_formats=("raw", "speculators"),
-        list_repairs=_list_repairs,
+        list_repairs=list_repairs,
         with_vocabulary=with_vocabulary,
     ),
 )

@@ -6,25 +6,19 @@ text, or also other answers to its prompt.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Committed, Context, Draft, Kind, Proposal, Sampler
+from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler
+from jaxspec.drafts.lookup.settings import Rule
 from jaxspec.drafts.pieces import Pieces
-from jaxspec.inputs.spec import DraftSpec
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import scatter_to_vocabulary
 from jaxspec.state import Prompts, PyTree, Tree, pytree
-
-Rule = Literal["vllm", "hf", "latest"]
-"""Tie-break among the longest matches.
-
-`vllm` and `hf` take the earliest. `latest` takes the latest of those with the most tokens after it.
-"""
 
 
 class Match(NamedTuple):
@@ -357,24 +351,3 @@ def _search_text(
         tokens=tokens,
         lengths=jnp.where(score[best_position] > 0, following_counts[best_position], 0),
     )
-
-
-def _build_ngram(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
-    return ngram_draft(spec.max_length, spec.rule, spec.min_match, spec.max_match, stop_ids)
-
-
-def _build_history(spec: DraftSpec, stop_ids: tuple[int, ...]) -> Draft:
-    return history_draft(spec.max_length, spec.group_size, spec.min_match, spec.max_match)
-
-
-_MATCH_SETTINGS = frozenset({"rollout.lookup.min_match", "rollout.lookup.max_match"})
-NGRAM = Kind(
-    build=_build_ngram, settings=_MATCH_SETTINGS | {"rollout.lookup.rule"}, lookup_name="ngram"
-)
-HISTORY = Kind(
-    build=_build_history,
-    settings=_MATCH_SETTINGS | {"rollout.lookup.past"},
-    lookup_name="history",
-    reads_history=True,
-    single_row_kind="ngram",
-)

@@ -1,0 +1,1 @@
+"""Look-up in existing text as drafts."""

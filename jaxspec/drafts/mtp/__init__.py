@@ -1,0 +1,1 @@
+"""Layers for multi-token prediction as drafts."""
