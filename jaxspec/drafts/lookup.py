@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Committed, Context, Draft, Kind, Proposal, Sampler
+from jaxspec.drafts.base import (
+    Committed,
+    Context,
+    Draft,
+    DrawnProposal,
+    Kind,
+    PointProposal,
+    Sampler,
+)
 from jaxspec.drafts.pieces import Pieces
 from jaxspec.inputs.spec import DraftSpec
 from jaxspec.models.cache import KVCache
@@ -63,7 +71,7 @@ def ngram_draft(
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[tuple[()], None, Proposal]:
+    ) -> tuple[tuple[()], None, PointProposal]:
         search_text = partial(
             _search_text, length=length, min_match=min_match, latest=rule == "latest"
         )
@@ -78,7 +86,7 @@ def ngram_draft(
                 jnp.minimum(lengths, jnp.argmax(is_stop, axis=1).astype(jnp.int32)),
                 lengths,
             )
-        return state, None, Proposal(tokens=match.tokens, logits=None, lengths=lengths)
+        return state, None, PointProposal(match.tokens, lengths)
 
     return _weightless_draft(max_draft_length, init_state, propose)
 
@@ -109,7 +117,7 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[HistoryState, None, Proposal]:
+    ) -> tuple[HistoryState, None, PointProposal]:
         search_texts = jax.vmap(
             partial(_search_text, length=length, min_match=min_match, latest=True), (0, 0, None)
         )
@@ -145,7 +153,7 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
             state.texts,
             state.lengths,
         )
-        return state, None, Proposal(tokens=match.tokens, logits=None, lengths=match.lengths)
+        return state, None, PointProposal(match.tokens, match.lengths)
 
     return _weightless_draft(max_draft_length, _init_history, propose)
 
@@ -215,7 +223,7 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[CombinedState, KVCache | None, Proposal]:
+    ) -> tuple[CombinedState, KVCache | None, DrawnProposal]:
         lookup_state, _, match = lookup.propose(
             network, target, state.lookup, None, context, sample, length
         )
@@ -242,11 +250,11 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         learned_state, cache, proposal = learned.propose(
             network, target, state.learned, cache, context, sample_unless_matched, length
         )
-        assert proposal.logits is not None, "a stochastic draft must return its logits"
+        assert isinstance(proposal, DrawnProposal), "a stochastic draft draws its tokens"
         logits = force_match(proposal.logits, proposal.ids, match.tokens)
         lengths = jnp.where(is_full, match.lengths, proposal.lengths)
         combined = CombinedState(lookup=lookup_state, learned=learned_state)
-        return combined, cache, Proposal(tokens=proposal.tokens, logits=logits, lengths=lengths)
+        return combined, cache, DrawnProposal(proposal.tokens, logits, lengths)
 
     def catch_up(
         network: PyTree,
@@ -288,7 +296,7 @@ def _check_limits(max_draft_length: int, min_match: int, max_match: int) -> None
 def _weightless_draft(
     max_draft_length: int,
     init_state: Callable[..., PyTree],
-    propose: Callable[..., tuple[PyTree, None, Proposal]],
+    propose: Callable[..., tuple[PyTree, None, PointProposal]],
 ) -> Draft:
     """Builds a draft without weights or cache."""
 

@@ -16,11 +16,11 @@ from jaxspec.drafts.base import (
     Context,
     Draft,
     DraftFiles,
+    DrawnProposal,
     ExportSpec,
     Kind,
     Learned,
     Log,
-    Proposal,
     Sampler,
     Unroll,
     block_positions,
@@ -62,7 +62,7 @@ def model_draft(max_draft_length: int) -> Draft:
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[ModelState, KVCache, Proposal]:
+    ) -> tuple[ModelState, KVCache, DrawnProposal]:
         # The last token is new. If all drafts were accepted, so is the one before it: the last
         # draft was drawn but never read. A row of one token starts with it and also reads the
         # position after it, which the next step overwrites.
@@ -89,7 +89,7 @@ def model_draft(max_draft_length: int) -> Draft:
                 output = network(token[:, None], last_position + 1 + offset, output.cache)
                 hidden = output.hidden
         lengths = jnp.full_like(context.lengths, length)
-        proposal = Proposal(
+        proposal = DrawnProposal(
             tokens=jnp.stack(tokens, axis=1),
             logits=jnp.stack(logits_by_depth, axis=1),
             lengths=lengths,

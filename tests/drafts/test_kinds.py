@@ -16,7 +16,7 @@ TOY = '''"""A toy: the row's last token again."""
 
 import jax.numpy as jnp
 
-from jaxspec.drafts.base import Draft, Kind, Proposal
+from jaxspec.drafts.base import Draft, Kind, PointProposal
 
 
 def _repeat(spec, stop_ids):
@@ -26,7 +26,7 @@ def _repeat(spec, stop_ids):
         last = context.tokens_at(context.lengths[:, None] - 1)
         tokens = jnp.broadcast_to(last, (len(last), length))
         lengths = jnp.full(len(last), length, jnp.int32)
-        return state, cache, Proposal(tokens=tokens, logits=None, lengths=lengths)
+        return state, cache, PointProposal(tokens, lengths)
 
     return Draft(
         max_length=length,

@@ -115,7 +115,7 @@ def acceptance_metrics(
     """Returns metrics of speculation over all rows.
 
     Acceptance rates by depth are over all rounds with a draft. Conditional rates are over rounds
-    that kept every draft before.
+    that kept every draft before, and like overlap and entropy absent for a depth without any.
 
     Args:
       statistics: statistics of each row.
@@ -130,10 +130,12 @@ def acceptance_metrics(
 
     by_depth = {
         "acceptance_rate": divide(total.accepted, total.draft_rounds[:1]),
+        "draft_temperature": jnp.asarray(grid, jnp.float32)[factor_index],
+    }
+    by_reached_depth = {
         "conditional_rate": divide(total.accepted, total.reached),
         "expected_acceptance": divide(total.overlap, total.reached),
         "draft_entropy": divide(total.draft_entropy, total.reached),
-        "draft_temperature": jnp.asarray(grid, jnp.float32)[factor_index],
     }
     by_quarter = zip(
         divide(total.quarter_tokens, total.quarter_rounds), total.quarter_rounds > 0, strict=True
@@ -152,6 +154,13 @@ def acceptance_metrics(
             f"rollout/{name}_{depth}": value
             for name, values in by_depth.items()
             for depth, value in enumerate(values, start=1)
+        },
+        **{
+            f"rollout/{name}_{depth}": Mean.from_value(value, is_reached)
+            for name, values in by_reached_depth.items()
+            for depth, (value, is_reached) in enumerate(
+                zip(values, total.reached > 0, strict=True), start=1
+            )
         },
         **{
             f"rollout/acceptance_length_quarter_{number}": Mean.from_value(length, has_rounds)
