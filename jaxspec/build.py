@@ -294,6 +294,13 @@ def _page_size(config: ResolvedConfig, mesh: Mesh) -> int:
     return size
 
 
+_VERIFICATION_MODES: dict[str, VerificationMode] = {
+    "block": Rejection(block_rule),
+    "token": Rejection(token_rule),
+    "coupled": Matching(),
+}
+
+
 def _build_generator(
     config: ResolvedConfig, mesh: Mesh, processing: Processing, stop_strings: StopStrings
 ) -> Generator:
@@ -303,11 +310,7 @@ def _build_generator(
         "rollout.engine.command_buffers puts loops into CUDA graphs, and these devices are CPUs;"
         " leave it out",
     )
-    mode: VerificationMode = {
-        "block": Rejection(block_rule),
-        "token": Rejection(token_rule),
-        "coupled": Matching(),
-    }[rollout.verify]
+    mode = _VERIFICATION_MODES[rollout.verify]
     draft, grid = build_draft(config.draft_spec, processing.stop_ids), _temperature_factors(config)
     settings = Settings(
         group_size=batch.group_size,

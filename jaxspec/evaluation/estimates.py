@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
     problems: int
     """Number of problems."""
 
-    def to_record(self) -> dict[str, float]:
+    def to_record(self) -> dict[str, float | int]:
         """Returns the numbers that have a value, by name."""
         return {name: value for name, value in self._asdict().items() if math.isfinite(value)}
 
