@@ -22,16 +22,16 @@ from jaxspec.rl import advantages, loss_terms, losses, optimizers
 from jaxspec.rl.draft_objective import LOSSES, DraftObjective, UntrainedDraft
 from jaxspec.rl.learner import Learner
 from jaxspec.rl.objective import PolicyObjective
-from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.block import Verification
 from jaxspec.rollout.verification.fused import FUSED, is_supported
-from jaxspec.rollout.verification.modes import Matching, Rejection
+from jaxspec.rollout.verification.modes import Matching, Rejection, VerificationMode
 from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.step import HOST_MEMORY, Step
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopStrings
 
 
 def build_step(
@@ -39,7 +39,7 @@ def build_step(
     mesh: Mesh,
     stop_ids: tuple[int, ...],
     vocab_size: int,
-    stop_strings: StopStrings | None = None,
+    stop_strings: StopStrings = NO_STOP_STRINGS,
 ) -> Step:
     """Builds the step of a config on a mesh.
 
@@ -300,8 +300,15 @@ def _page_size(config: ResolvedConfig, mesh: Mesh) -> int:
     return size
 
 
+_VERIFICATION_MODES: dict[str, VerificationMode] = {
+    "block": Rejection(block_rule),
+    "token": Rejection(token_rule),
+    "coupled": Matching(),
+}
+
+
 def _build_generator(
-    config: ResolvedConfig, mesh: Mesh, processing: Processing, stop_strings: StopStrings | None
+    config: ResolvedConfig, mesh: Mesh, processing: Processing, stop_strings: StopStrings
 ) -> Generator:
     rollout, batch = config.rollout, config.batch
     require(
@@ -309,16 +316,15 @@ def _build_generator(
         "rollout.engine.command_buffers puts loops into CUDA graphs, and these devices are CPUs;"
         " leave it out",
     )
+    mode = _VERIFICATION_MODES[rollout.verify]
+    draft = build_draft(config.draft_spec, processing.stop_ids, config.lookup_spec)
+    grid = _temperature_factors(config)
     settings = Settings(
         group_size=batch.group_size,
         max_new_tokens=rollout.max_new_tokens,
         processing=processing,
-        mode={
-            "block": Rejection(block_rule),
-            "token": Rejection(token_rule),
-            "coupled": Matching(),
-        }[rollout.verify],
-        grid=_temperature_factors(config),
+        mode=mode.for_draft(draft, grid),
+        grid=grid,
         page_size=_page_size(config, mesh),
         chunk=CHUNK_POSITIONS if meshes.has_single_cpu_shards(mesh) else 0,
         pages=rollout.engine.pages,
@@ -346,7 +352,8 @@ def _build_generator(
     generator = Generator(
         mesh=mesh,
         settings=settings,
-        draft=build_draft(config.draft_spec, processing.stop_ids, config.lookup_spec),
+        draft=draft,
+        mode=mode,
         dtype=config.model.dtype,
         seed=config.seed,
         prompt_length=config.data.max_prompt_length,

@@ -233,7 +233,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
     estimates = evaluator.estimate_sets(answered)
     if jax.process_index() == 0:
         numbers = {
-            name: {metric: estimate._asdict() for metric, estimate in set_estimates.items()}
+            name: {metric: estimate.to_record() for metric, estimate in set_estimates.items()}
             for name, set_estimates in estimates.items()
         }
         write_text_atomic(

@@ -250,14 +250,18 @@ class LengthChooser(Tree):
 
 
 @pytree
+class NoChooser(Tree):
+    """In place of a `LengthChooser` if all rounds have the same draft length."""
+
+
+@pytree
 class Drafter(Tree):
     """The draft in the rollout layout, with its temperatures and lengths."""
 
     network: PyTree
     factor_index: Int[Array, " K"]
     """Index in the grid of the temperature factor at each depth."""
-    chooser: LengthChooser | None = None
-    """None if all rounds have the same draft length."""
+    chooser: LengthChooser | NoChooser = NoChooser()
 
 
 @pytree
@@ -320,8 +324,7 @@ class GeneratorState(Tree):
     """Decayed sums of expected acceptance, by which `drafts.draft_temperature` chooses."""
     trend: AcceptanceTrend
     """Trend by which `drafts.schedule` decides whether the draft learns."""
-    chooser: LengthChooser | None = None
-    """None if all rounds have the same draft length."""
+    chooser: LengthChooser | NoChooser = NoChooser()
 
 
 @pytree

@@ -1,13 +1,13 @@
 """Weights on their way from the learner to the generator.
 
-The learner exports them, they move between meshes, and the generator loads them.
+The learner exports them, they are transferred to the generator's mesh, and it loads them.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key
 
 from jaxspec.inputs.streams import Stream, stream_key
@@ -41,21 +41,18 @@ def export_weights(
 
 
 def transfer_arrays(tree: Any, source: Mesh, target: Mesh) -> Any:
-    """Moves arrays to the same shards of another mesh.
+    """Moves arrays from the learner's mesh to the generator's.
 
-    The identity on one mesh, also inside a jit. Between two meshes of one process, the arrays must
-    be concrete, with a `NamedSharding` on `source`.
+    All schedules have one mesh, on which this is the identity.
 
     Raises:
-      ValueError: an axis has another size in the two meshes.
+      ValueError: these are two meshes.
     """
-    if source == target:
-        return tree
-    if dict(source.shape) != dict(target.shape):
+    # Refused, since arrays that stay on other devices would fail far from here.
+    if source != target:
         raise ValueError(
-            f"arrays on a mesh {dict(source.shape)} do not fit one of {dict(target.shape)};"
-            " reshard them on either side first"
+            f"the learner's mesh {dict(source.shape)} and the generator's {dict(target.shape)} have"
+            " other devices or axes, and no schedule moves weights between meshes; build both on"
+            " one mesh"
         )
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, NamedSharding(target, leaf.sharding.spec)), tree
-    )
+    return tree

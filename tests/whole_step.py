@@ -65,6 +65,7 @@ def config_of(
 ) -> Any:
     draft = DraftConfig(kind=kind, draft_length=LENGTH, sampling=sampling)
     engine = algorithm.pop("engine", EngineConfig(tail=False))
+    max_new_tokens = algorithm.pop("max_new_tokens", NEW)
     return tiny_config(
         model,
         batch=BatchConfig(
@@ -72,7 +73,11 @@ def config_of(
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=2),
         rollout=RolloutConfig(
-            max_new_tokens=NEW, verify=verify, draft=draft, engine=engine, temperature=temperature
+            max_new_tokens=max_new_tokens,
+            verify=verify,
+            draft=draft,
+            engine=engine,
+            temperature=temperature,
         ),
         data=DataConfig(max_prompt_length=WIDTH),
         mesh=MeshConfig(shard_above=shard_above),

@@ -30,10 +30,15 @@ def build_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
         series = [
             row[name] for name in ("conditional_rate", "expected_acceptance", "draft_temperature")
         ]
-        by_depth.add_row(
-            *labels, *(" ".join(f"{value:.2f}" for value in values) or "-" for values in series)
-        )
+        by_depth.add_row(*labels, *(_format_depths(values, row) for values in series))
     return totals, by_depth
+
+
+def _format_depths(values: list[float], row: dict[str, Any]) -> str:
+    """Formats values by depth, with a dash for each depth that no draft reached."""
+    depths = max(map(int, row["lengths"])) if row["lengths"] else row["K"]
+    texts = [f"{value:.2f}" for value in values]
+    return " ".join(texts + ["-"] * (depths - len(values))) if texts else "-"
 
 
 def _empty_table(name: str, *titles: str) -> Table:

@@ -171,8 +171,7 @@ def _with_acceptance(step: Step, acceptance: float) -> Step:
     Does nothing for `acceptance` 0 and for steps that draw no drafts.
     """
     generator = step.generator
-    mode = generator.settings.mode.for_draft(generator.draft, generator.settings.grid)
-    if not acceptance or not isinstance(mode, Rejection):
+    if not acceptance or not isinstance(generator.settings.mode, Rejection):
         return step
     synthetic_mode = Rejection(synthetic_rule(acceptance))
     return replace(step, generator=generator.make_variant(mode=synthetic_mode))

@@ -38,7 +38,7 @@ from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.verification.modes import Rejection
 from jaxspec.rollout.verify import Distributions, Verdict, count_leading
 from jaxspec.sampling import Noise
-from jaxspec.state import Prompts, RolloutWeights
+from jaxspec.state import NoChooser, Prompts, RolloutWeights
 from jaxspec.tokens.tokenizer import load_tokenizer
 from jaxspec.transfer import export_weights
 
@@ -150,7 +150,7 @@ class LoadedCheckpoint(NamedTuple):
             return generator.load(exported, generator.init_state())
 
         weights = jax.jit(load_all)(self.policy, network)
-        if weights.drafter.chooser is None:
+        if isinstance(weights.drafter.chooser, NoChooser):
             return weights
         chooser = make_length_chooser(generator, weights, prompts)
         chooser = jax.device_put(chooser, meshes.replicated_sharding(generator.mesh))

@@ -14,6 +14,7 @@ from jaxspec.config.settings import ResolvedConfig
 from jaxspec.drafts import draft_temperature
 from jaxspec.host.programs import SlicedAnswerer, abstract_arguments, put_like
 from jaxspec.host.round_cost import add_length_chooser
+from jaxspec.metrics.batch import read_depths
 from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
 from jaxspec.preparation.draft import get_or_train_draft
@@ -22,7 +23,7 @@ from jaxspec.preparation.policy import load_draft, report_agreement
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.feedback.acceptance import acceptance_metrics
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import NetworkState, Prompts, Rollout, RolloutWeights, Statistics
+from jaxspec.state import LengthChooser, NetworkState, Prompts, Rollout, RolloutWeights, Statistics
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
@@ -79,7 +80,7 @@ class VariantBench:
         """Updates temperatures and length chooser from a batch, as a run does."""
         self.overlap = draft_temperature.update_overlap(self.overlap, rollout.statistics)
         drafter = self.weights.drafter
-        if drafter.chooser is not None:
+        if isinstance(drafter.chooser, LengthChooser):
             chooser = put_like(
                 length_chooser.update_chooser(drafter.chooser, rollout.statistics), drafter.chooser
             )
@@ -107,9 +108,6 @@ class VariantBench:
             name.removeprefix("rollout/"): value for name, value in metrics_to_host(metrics).items()
         }
 
-        def values_by_depth(name: str) -> list[float]:
-            return [values[f"{name}_{depth}"] for depth in range(1, length + 1)]
-
         return {
             "draft": self.variant.name,
             "sampling": self.sampling or None,
@@ -120,8 +118,11 @@ class VariantBench:
                 name: values[name]
                 for name in ("acceptance_length", "tokens_per_target_pass", "coverage")
             },
-            **{name: values_by_depth(name) for name in ("conditional_rate", "expected_acceptance")},
-            "draft_temperature": values_by_depth("draft_temperature") if self.sampling else [],
+            **{
+                name: read_depths(values, name)
+                for name in ("conditional_rate", "expected_acceptance")
+            },
+            "draft_temperature": read_depths(values, "draft_temperature") if self.sampling else [],
             "round_cost": float(np.median(self.round_seconds) / np.median(baseline.round_seconds)),
             "tokens_per_s": float(np.median(self.token_rates)),
             "speed_up": float(np.median(self.token_rates) / np.median(baseline.token_rates)),

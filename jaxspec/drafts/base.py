@@ -26,22 +26,32 @@ of None (the default) mean that the logits cover the target's vocabulary.
 """
 
 
-class Proposal(NamedTuple):
-    """Draft tokens and their logits."""
+class PointProposal(NamedTuple):
+    """Draft tokens that are deterministic given the prefix."""
 
     tokens: Int[Array, "B K"]
     """Ids of the target's vocabulary."""
-    logits: Float[Array, "B K W"] | None
-    """None if the tokens are deterministic given the prefix.
-
-    A single row signals this with one finite logit per position.
-    """
     lengths: Int[Array, " B"]
     """Number of valid draft tokens, 0..K. The tokens after them are ignored."""
     # Lengths may depend on the prefix only. A length that depended on a drawn token would bias
     # which drafts reach verification, and sampling would no longer be exact.
+
+
+class DrawnProposal(NamedTuple):
+    """Draft tokens that were drawn from logits."""
+
+    tokens: Int[Array, "B K"]
+    """Ids of the target's vocabulary."""
+    logits: Float[Array, "B K W"]
+    """One finite logit at a position if a row's token is deterministic."""
+    lengths: Int[Array, " B"]
+    """As in `PointProposal`."""
     ids: Int[Array, " W"] | None = None
     """The target's ids of the logits' tokens, ascending. None for the target's vocabulary."""
+
+
+Proposal = PointProposal | DrawnProposal
+"""Draft tokens of a round."""
 
 
 class Context(NamedTuple):
@@ -145,10 +155,10 @@ def block_positions(first: Int[Array, " B"], count: int) -> Int[Array, "B T"]:
     return first[:, None] + jnp.arange(count, dtype=first.dtype)
 
 
-def empty_proposal(context: Context) -> Proposal:
+def empty_proposal(context: Context) -> PointProposal:
     """Returns a proposal without tokens."""
     zeros = jnp.zeros_like(context.lengths)
-    return Proposal(jnp.zeros((len(zeros), 0), jnp.int32), logits=None, lengths=zeros)
+    return PointProposal(jnp.zeros((len(zeros), 0), jnp.int32), zeros)
 
 
 PLAIN = Draft(

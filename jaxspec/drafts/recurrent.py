@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler, block_positions
+from jaxspec.drafts.base import (
+    Committed,
+    Context,
+    Draft,
+    DrawnProposal,
+    Sampler,
+    block_positions,
+)
 from jaxspec.drafts.pieces import Pieces
 from jaxspec.kernels.visible import AttentionMask
 from jaxspec.mesh import max_over_experts
@@ -82,7 +89,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[RecurrentState, KVCache, Proposal]:
+    ) -> tuple[RecurrentState, KVCache, DrawnProposal]:
         # A shorter round reads a shorter block, which must hold all pending positions.
         if length < max_draft_length:
             state, cache = _limit_pending(length + 1, depth, network, target, state, cache, context)
@@ -125,7 +132,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
                     mask,
                 )
         lengths = jnp.where(pending_count > 0, length, 0).astype(jnp.int32)
-        proposal = Proposal(
+        proposal = DrawnProposal(
             jnp.stack(tokens, axis=1), jnp.stack(logits_by_depth, axis=1), lengths, ids
         )
         return state.replace(last_outputs=last_outputs), cache, proposal

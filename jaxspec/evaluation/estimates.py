@@ -5,6 +5,7 @@ Intervals are over problems. Two policies are compared by the differences on eac
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -24,6 +25,10 @@ class Estimate(NamedTuple):
     high: float
     problems: int
     """Number of problems."""
+
+    def to_record(self) -> dict[str, float | int]:
+        """Returns the numbers that have a value, by name."""
+        return {name: value for name, value in self._asdict().items() if math.isfinite(value)}
 
 
 class AnswerTally(NamedTuple):

@@ -233,10 +233,15 @@ def flatten_estimates(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[s
 
 
 def to_metrics(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
-    """Converts estimates to metrics of a batch."""
+    """Converts estimates to metrics of a batch.
+
+    A set whose answers were not judged has none.
+    """
     # Of the intervals, only that of the share of correct answers is a metric.
     metrics = {}
     for name, estimate in flatten_estimates(estimates).items():
+        if not estimate.problems:
+            continue
         metrics[f"eval/{name}"] = estimate.value
         if "/avg@" in name:
             metrics |= {f"eval/{name}/low": estimate.low, f"eval/{name}/high": estimate.high}

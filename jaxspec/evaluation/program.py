@@ -30,7 +30,7 @@ from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import prefix_errors
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import min_pool_size
-from jaxspec.state import RolloutWeights, TrainState
+from jaxspec.state import NoChooser, RolloutWeights, TrainState
 from jaxspec.step import Step
 from jaxspec.system.terminal import LinePrinter
 from jaxspec.tokens.tokenizer import Tokenizer
@@ -193,7 +193,9 @@ def compile_evaluator(
         def sync(state: TrainState) -> RolloutWeights:
             factors = resize_overlap(state.generator.overlap_by_factor, step.generator, grid)
             # A fixed draft length needs no chooser. The overlap table must have the new depth.
-            generator_state = state.generator.replace(overlap_by_factor=factors, chooser=None)
+            generator_state = state.generator.replace(
+                overlap_by_factor=factors, chooser=NoChooser()
+            )
             return step.sync(state.replace(generator=generator_state))
 
         load_weights, weights = compile_ahead(sync, state)

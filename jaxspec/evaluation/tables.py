@@ -18,7 +18,8 @@ def build_results_table(estimates: Mapping[str, Mapping[str, Estimate]]) -> Tabl
         for metric, estimate in set_estimates.items():
             is_finite = math.isfinite(estimate.low)  # a single problem gives no interval
             interval = f"{estimate.low:.3f} - {estimate.high:.3f}" if is_finite else ""
-            table.add_row(name, metric, f"{estimate.value:.3f}", interval, str(estimate.problems))
+            value = f"{estimate.value:.3f}" if estimate.problems else "-"
+            table.add_row(name, metric, value, interval, str(estimate.problems))
     return table
 
 

@@ -29,6 +29,7 @@ from jaxspec.state import (
     EOS,
     AcceptanceEstimate,
     LengthChooser,
+    NoChooser,
     Prompts,
     RolloutWeights,
     Statistics,
@@ -38,6 +39,7 @@ from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder, read_sources
 from jaxspec.storage.tables import load_table, save_table
 from jaxspec.system.terminal import print_line
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS
 
 RunRounds = Callable[[jax.Array], DecodeState]
 """Runs the given number of rounds from a fixed decode state."""
@@ -49,7 +51,7 @@ MIN_REPEATS, MAX_REPEATS, PILOT_SECONDS = 7, 100, 0.3
 
 def add_length_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
     """Adds round costs, if the generator chooses draft lengths."""
-    if state.generator.chooser is None:
+    if isinstance(state.generator.chooser, NoChooser):
         return state
     predicts_costs = times_real_rounds(step.generator)  # predictions need only shapes
     weights = jax.eval_shape(step.sync, state) if predicts_costs else jax.jit(step.sync)(state)
@@ -286,7 +288,7 @@ def cost_file(generator: Generator, prompt_length: int) -> Path:
 def _without_ends(generator: Generator) -> Generator:
     """Removes end tokens and stop strings from a generator."""
     processing = generator.settings.processing._replace(stop_ids=())
-    return generator.make_variant(processing=processing, stop=None)
+    return generator.make_variant(processing=processing, stop=NO_STOP_STRINGS)
 
 
 def _cost_key(generator: Generator, prompt_length: int) -> str:

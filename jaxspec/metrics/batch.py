@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from statistics import fmean
 from typing import Any
 
@@ -22,6 +23,23 @@ def merge_rollout_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, Any
         metric = find_metric(name)
         merged[name] = (metric.merge if metric else fmean)(values)
     return merged
+
+
+def read_depths(record: Mapping[str, Any], family: str) -> list[float]:
+    """Reads a family of metrics by draft depth.
+
+    Ends before the first depth without a value, which no draft reached.
+    """
+    names = (f"{family}_{depth}" for depth in count(1))
+    return [record[name] for name in takewhile(record.__contains__, names)]
+
+
+def drop_absent(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops the values that are NaN.
+
+    Checkpoints of earlier versions hold NaN for a metric that a rollout did not have.
+    """
+    return {name: value for name, value in record.items() if value == value}
 
 
 def standard_deviation(values: np.ndarray) -> float:

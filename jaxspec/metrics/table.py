@@ -85,20 +85,24 @@ ROLLOUT = (
     Metric(
         "rollout/conditional_rate_{depth}",
         "share",
-        "Rounds that kept this token too, of those that kept all before it.",
+        "Rounds that kept this token too, of those that kept all before it. Absent if none did.",
     ),
     Metric(
         "rollout/expected_acceptance_{depth}",
         "share",
         "Mean overlap of target and draft, `sum min(target, draft)`. The conditional rate with less"
-        " noise.",
+        " noise, of the same rounds.",
     ),
     Metric(
         "rollout/draft_temperature_{depth}",
         "factor",
         "Factor on the temperature at which that depth was drafted.",
     ),
-    Metric("rollout/draft_entropy_{depth}", "nats per token", "Entropy of the draft."),
+    Metric(
+        "rollout/draft_entropy_{depth}",
+        "nats per token",
+        "Entropy of the draft in the same rounds.",
+    ),
     Metric("rollout/target_entropy", "nats per token", "Entropy of the policy that sampled."),
     Metric("rollout/tokens_per_s", "tokens/s", "Response tokens over `time/step`."),
     Metric(
@@ -150,7 +154,11 @@ LEARNING = (
     ),
     Metric("experts/load_max", "factor", "The same of the most used expert."),
     Metric("experts/entropy", "nats per token", "Entropy of the routers' distributions."),
-    Metric("draft/expected_acceptance_{depth}", "share", "Overlap with the target in training."),
+    Metric(
+        "draft/expected_acceptance_{depth}",
+        "share",
+        "Overlap with the target in training. Absent if no text has a token to predict there.",
+    ),
     Metric("optimizer/learning_rate", "rate", "Learning rate of the batch's first update."),
     Metric("learner/micro_batches", "micro-batches", "Micro-batches of a shard."),
     Metric("learner/packing", "share", "Positions of micro-batches that hold text."),
@@ -242,7 +250,6 @@ def to_markdown() -> str:
         "",
         "A batch has one line in `metrics.jsonl`. A metric without a value is absent from it, and"
         " one that is not finite is null.",
-        "Evaluations are an exception: without a value they are null too.",
         "`{depth}` counts the tokens of a draft from 1, and `{quarter}` the quarters of"
         " `rollout.max_new_tokens`.",
         "Where several rollouts fill a batch, the last column says how a metric is merged.",

@@ -18,6 +18,7 @@ from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.arithmetic import SftBatch
 from jaxspec.drafts.kinds import get_learned
 from jaxspec.host.programs import abstract_leaf
+from jaxspec.metrics.batch import read_depths
 from jaxspec.metrics.mean import Metrics, metrics_to_host
 from jaxspec.models.decoder import Decoder
 from jaxspec.preparation import draft_data
@@ -217,9 +218,7 @@ def save_in_process_0(file: Path, tree: PyTree) -> None:
 
 def acceptance_length(metrics: Mapping[str, float]) -> float:
     """Computes the expected acceptance length from metrics. 1 without any of a draft."""
-    depths = sum(name.startswith("draft/expected_acceptance_") for name in metrics)
-    acceptance = [metrics[f"draft/expected_acceptance_{depth}"] for depth in range(1, depths + 1)]
-    return [1.0, *acceptance_lengths(acceptance)][-1]
+    return [1.0, *acceptance_lengths(read_depths(metrics, "draft/expected_acceptance"))][-1]
 
 
 def acceptance_lengths(acceptance: list[float]) -> list[float]:

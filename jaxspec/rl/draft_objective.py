@@ -9,10 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec.drafts.base import Unroll
 from jaxspec.kernels.chunks import map_in_chunks
+from jaxspec.metrics.mean import Mean
 from jaxspec.models.decoder import Decoder, DecoderOutput
 from jaxspec.state import Pack, PyTree
 
@@ -118,6 +119,19 @@ class DraftComparison(NamedTuple):
     """Acceptance probability at this depth, given that the depths before were accepted."""
     agreement: Float[Array, "*P A"]
     """1 where draft and target have the same most likely token."""
+
+    def acceptance_metrics(
+        self, label_counts: Num[Array, " A"], is_present: Bool[Array, ""]
+    ) -> dict[str, Mean]:
+        """Returns the mean acceptance by depth, of sums.
+
+        A depth without labels has none, as in texts that are too short for it.
+        """
+        means = self.acceptance / jnp.maximum(label_counts, 1)
+        return {
+            f"draft/expected_acceptance_{depth}": Mean.from_value(mean, is_present & (count > 0))
+            for depth, (mean, count) in enumerate(zip(means, label_counts, strict=True), start=1)
+        }
 
 
 class DraftObjective(NamedTuple):

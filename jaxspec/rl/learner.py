@@ -379,11 +379,10 @@ class Learner:
         """Updates the draft if it is `online`. Else returns it unchanged, without metrics."""
         loss = jnp.where(counts.labels > 0, loss, jnp.nan)
         draft, norm = optimizers.apply_update(draft, gradients, loss, self.draft_optimizer, online)
-        values = {"loss/draft": loss, "grad_norm/draft": norm}
-        acceptance = sums.acceptance / jnp.maximum(counts.labels_by_depth, 1)
-        for depth, value in enumerate(acceptance, start=1):
-            values[f"draft/expected_acceptance_{depth}"] = value
-        return draft, as_means(values, online & (counts.labels > 0))
+        metrics = as_means(
+            {"loss/draft": loss, "grad_norm/draft": norm}, online & (counts.labels > 0)
+        )
+        return draft, metrics | sums.acceptance_metrics(counts.labels_by_depth, online)
 
     def _pin_layout(self, network: PyTree) -> PyTree:
         """Pins weights to the train layout."""

@@ -30,6 +30,7 @@ from jaxspec.state import (
     UNDRAFTED,
     Rollout,
 )
+from jaxspec.tokens.stop_strings import NoStopStrings
 
 
 class BlockCommit(NamedTuple):
@@ -96,8 +97,8 @@ def commit_block(
     )
 
 
-class _NoStopStrings(NamedTuple):
-    """Result of a rollout without stop strings."""
+class _NothingToFind(NamedTuple):
+    """Result of a rollout without stop strings, for which nothing is compiled."""
 
     is_stop: Bool[Array, ""]
 
@@ -124,10 +125,10 @@ class _FoundStopStrings(NamedTuple):
 
 def _find_stop_strings(
     state: DecodeState, block: Int[Array, "B K1"], settings: Settings
-) -> _NoStopStrings | _FoundStopStrings:
+) -> _NothingToFind | _FoundStopStrings:
     """Finds the stop strings in each block."""
-    if settings.stop is None:
-        return _NoStopStrings(jnp.zeros((), bool))
+    if isinstance(settings.stop, NoStopStrings):
+        return _NothingToFind(jnp.zeros((), bool))
     rollout, rows = state.rollout, rows_of_slots(state)
     is_stop, offset_states = settings.stop(gather_rows(state.stop_state, rows), block)
     first_positions = gather_rows(rollout.lengths, rows) - gather_rows(rollout.prompt_lengths, rows)

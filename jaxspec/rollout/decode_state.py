@@ -74,17 +74,6 @@ class Queue(Tree):
     prompts: PromptState
 
 
-StopStrings = Callable[
-    [Int[Array, " B"], Int[Array, "B T"]], tuple[Bool[Array, "B T"], Int[Array, "B T1"]]
-]
-"""(states, tokens) -> (is_stop, states).
-
-`is_stop` marks tokens inside which a stop string ends. The returned states are those before the
-first token and after each. A state is that of an automaton: the part of a stop string that the text
-ends with. 0 is no part.
-"""
-
-
 @pytree
 class DecodeState(Tree):
     """Loop state of R rows in B slots.

@@ -37,6 +37,7 @@ from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.feedback.acceptance import acceptance_metrics, init_statistics
 from jaxspec.rollout.settings import Settings
+from jaxspec.rollout.verification.modes import VerificationMode
 from jaxspec.state import (
     EOS,
     FAILED,
@@ -46,6 +47,8 @@ from jaxspec.state import (
     Drafter,
     ExportedWeights,
     GeneratorState,
+    LengthChooser,
+    NoChooser,
     Prompts,
     Rollout,
     RolloutWeights,
@@ -70,8 +73,11 @@ class Generator:
 
     mesh: Mesh
     settings: Settings
+    """Settings for `draft`. Their mode follows from `mode`."""
     draft: Draft
     """`PLAIN` for plain decoding."""
+    mode: VerificationMode
+    """Mode that is asked for, whatever the draft."""
     dtype: str
     """Type of weights, keys and values."""
     seed: int
@@ -98,9 +104,10 @@ class Generator:
         prompts: int = 0,
         group_size: int = 0,
         draft: Draft | None = None,
+        mode: VerificationMode | None = None,
         **settings: Any,
     ) -> "Generator":
-        """Returns this generator with other sizes, draft or settings.
+        """Returns this generator with other sizes, draft, mode or settings.
 
         Each variant is another program to compile.
 
@@ -108,7 +115,8 @@ class Generator:
           prompts: number of prompts per call. 0 keeps slots and tail as they are.
           group_size: answers per prompt. 0 keeps the current number.
           draft: None keeps the current draft.
-          **settings: fields of `Settings` to replace.
+          mode: mode that is asked for. None keeps the current mode.
+          **settings: other fields of `Settings` to replace.
 
         Raises:
           ValueError: if `group_size` is given without `prompts`.
@@ -135,11 +143,14 @@ class Generator:
             new_settings = new_settings._replace(
                 group_size=rows_per_prompt, slots=slots, tail=settings.get("tail", tail)
             )
-        return dataclasses.replace(self, settings=new_settings, draft=draft or self.draft)
+        draft, mode = draft or self.draft, mode or self.mode
+        # Drafts that are not drawn at random need another mode than those that are.
+        new_settings = new_settings._replace(mode=mode.for_draft(draft, new_settings.grid))
+        return dataclasses.replace(self, settings=new_settings, draft=draft, mode=mode)
 
     def without_draft(self) -> "Generator":
         """Returns this generator without a draft, for plain decoding."""
-        return dataclasses.replace(self, draft=PLAIN, settings=self.settings._replace(lengths=()))
+        return self.make_variant(draft=PLAIN, lengths=())
 
     # ---- properties and state
 
@@ -177,15 +188,13 @@ class Generator:
 
     def init_state(self) -> GeneratorState:
         """Returns the state before the first rollout."""
-        chooser = (
-            length_chooser.init_chooser(self.settings.lengths, self.row_length)
-            if self.settings.lengths
-            else None
-        )
+        lengths = self.settings.lengths
         return GeneratorState(
             overlap_by_factor=draft_temperature.init_overlap(self.draft_length, self.settings.grid),
             trend=schedule.init_trend(),
-            chooser=chooser,
+            chooser=(
+                length_chooser.init_chooser(lengths, self.row_length) if lengths else NoChooser()
+            ),
         )
 
     def update_state(self, state: GeneratorState, statistics: Statistics) -> GeneratorState:
@@ -194,11 +203,9 @@ class Generator:
         The state sets the draft's temperatures and lengths in later rollouts. It also tracks the
         acceptance length for the draft's training.
         """
-        chooser = (
-            None
-            if state.chooser is None
-            else length_chooser.update_chooser(state.chooser, statistics)
-        )
+        chooser = state.chooser
+        if isinstance(chooser, LengthChooser):
+            chooser = length_chooser.update_chooser(chooser, statistics)
         return GeneratorState(
             overlap_by_factor=draft_temperature.update_overlap(state.overlap_by_factor, statistics),
             trend=schedule.update_trend(state.trend, statistics),

@@ -85,7 +85,7 @@ def prepare_state(
     # At least float32, also for weights of 16 bits.
     accum_dtype = np.promote_types(target.embedding[...].dtype, np.float32)
     rollout = _init_rollout(prompts, draft.max_length, accum_dtype, settings)
-    keys = _make_row_keys(draft, len(prompts.lengths), first_prompt, key, settings)
+    keys = _make_row_keys(len(prompts.lengths), first_prompt, key, settings)
     initial = _init_slots(target, drafter, draft, prompts, settings)
     rows_wait = len(initial.prompts.first_row) > 0
     lengths = lengths_of_rounds(drafter.chooser, settings.lengths, draft.max_length)
@@ -136,7 +136,7 @@ def _init_rollout(prompts: Prompts, draft_length: int, dtype: Any, settings: Set
 
 
 def _make_row_keys(
-    draft: Draft, count: int, first_prompt: Int[Array, ""], key: Key[Array, ""], settings: Settings
+    count: int, first_prompt: Int[Array, ""], key: Key[Array, ""], settings: Settings
 ) -> Key[Array, " R"]:
     """Derives the noise key of each row."""
     # Keys depend on a row's number in the whole batch, so that results do not depend on the mesh.
@@ -144,8 +144,7 @@ def _make_row_keys(
     numbers = (first_prompt + jnp.arange(count, dtype=jnp.int32))[:, None] * group + jnp.arange(
         group, dtype=jnp.int32
     )
-    mode = settings.mode.for_draft(draft, settings.grid)
-    return sampling.row_keys(key, numbers.reshape(-1), mode.stream)
+    return sampling.row_keys(key, numbers.reshape(-1), settings.mode.stream)
 
 
 class _InitialState(NamedTuple):

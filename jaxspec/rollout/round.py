@@ -105,7 +105,7 @@ def run_round(
     Slots without a running row do not change.
     """
     round_start = _read_round_start(state, settings.group_size)
-    noise = settings.mode.for_draft(draft, settings.grid).draw_noise(
+    noise = settings.mode.draw_noise(
         gather_rows(state.keys, rows_of_slots(state)),
         round_start.lengths,
         length,
@@ -210,11 +210,10 @@ def _verify_block(
     last_tokens = round_start.context.tokens_at(round_start.lengths[:, None] - 1)
     tokens = jnp.concatenate([last_tokens, proposal.tokens], axis=1)
     target_pass = run_target(target, draft, tokens, positions, cache)
-    mode = settings.mode.for_draft(draft, settings.grid)
     comparison = settings.verification.compare_block(
         Block(
             target.logits(target_pass.hidden),
-            proposal._replace(logits=None) if mode.has_point_masses else proposal,
+            settings.mode.select_distributions(proposal),
             round_start.response_positions(length + 1),
             settings.processing,
             _temperature_factors(drafter, settings, length),

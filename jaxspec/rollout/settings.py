@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from jaxspec import sampling
-from jaxspec.rollout.decode_state import StopStrings
 from jaxspec.rollout.verification.block import Verification
-from jaxspec.rollout.verification.modes import VerificationMode
+from jaxspec.rollout.verification.modes import RoundMode
 from jaxspec.rollout.verification.plain import PLAIN
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopStrings
 
 
 class Settings(NamedTuple):
@@ -18,8 +18,11 @@ class Settings(NamedTuple):
     """Maximum tokens of a response."""
     processing: sampling.Processing
     """Logit processing of the target."""
-    mode: VerificationMode
-    """Whether sampled drafts are matched with target samples, or accepted by coins."""
+    mode: RoundMode
+    """Whether drafts are matched with target samples, or accepted by coins.
+
+    It fits one draft and `grid`. `VerificationMode.for_draft` gives it.
+    """
     grid: tuple[float, ...] = (1.0,)
     """Draft temperature factors to measure. (0,) drafts the argmax.
 
@@ -43,7 +46,7 @@ class Settings(NamedTuple):
     """
     piece: int = 0
     """Positions per piece of known text. 0 = the maximum prompt length."""
-    stop: StopStrings | None = None
+    stop: StopStrings = NO_STOP_STRINGS
     """Stop strings that end a response, in addition to end tokens."""
     verification: Verification = PLAIN
     """Form of verification. All forms sample the same distribution."""

@@ -16,6 +16,7 @@ from jaxspec.rollout.feedback import length_chooser
 from jaxspec.rollout.feedback.length_chooser import TimedCosts
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import (
+    LengthChooser,
     Prompts,
     RolloutWeights,
 )
@@ -64,7 +65,7 @@ class RoundTimer:
     ) -> AdvanceSlice:
         """Begins a rollout. Returns the function that advances it by a slice."""
         chooser = weights.drafter.chooser
-        assert chooser is not None, "lengths are chosen by costs"
+        assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
         is_training = int(prompts.stream) == Stream.TRAIN
         is_timed = is_training and (int(prompts.batch) == 0 or self._times_next)
         self._costs, self._was_timed = None, False
@@ -142,6 +143,6 @@ class RoundTimer:
 def _with_costs(weights: RolloutWeights, cost: np.ndarray) -> RolloutWeights:
     """Replaces the costs for choosing draft lengths."""
     chooser = weights.drafter.chooser
-    assert chooser is not None, "lengths are chosen by costs"
+    assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
     chooser = chooser.replace(round_cost=put_like(cost, chooser.round_cost))
     return weights.replace(drafter=weights.drafter.replace(chooser=chooser))

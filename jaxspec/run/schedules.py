@@ -27,7 +27,15 @@ from jaxspec.host.programs import (
 )
 from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.run.round_timer import AdvanceRounds, AdvanceSlice, RoundTimer
-from jaxspec.state import RUNNING, Prompts, Rollout, RolloutWeights, ScoredRollout, TrainState
+from jaxspec.state import (
+    RUNNING,
+    LengthChooser,
+    Prompts,
+    Rollout,
+    RolloutWeights,
+    ScoredRollout,
+    TrainState,
+)
 from jaxspec.step import Step
 from jaxspec.system.compiling import first_start_notice
 from jaxspec.system.terminal import LinePrinter
@@ -292,7 +300,7 @@ def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0
             return result
         generator_state = result.state.generator
         chooser = generator_state.chooser
-        assert chooser is not None, "lengths are chosen by costs"
+        assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
         chooser = chooser.replace(round_cost=put_like(cost, chooser.round_cost))
         return result._replace(
             state=result.state.replace(generator=generator_state.replace(chooser=chooser))

@@ -19,7 +19,7 @@ from jaxspec.rollout.feedback import length_chooser
 from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.state import RunState
-from jaxspec.state import NetworkState, Prompts, TrainState
+from jaxspec.state import LengthChooser, NetworkState, NoChooser, Prompts, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
 from jaxspec.system.interrupt import Interrupt
@@ -99,11 +99,11 @@ def adapt_run(
     run.machine = describe_machine(step.generator.mesh)
     saved_chooser = run.state.generator.chooser
     # Process 0 decides for all, since machines may differ between processes.
-    if saved_chooser is None or not broadcast_flag(run.timed_on != run.machine):
+    if isinstance(saved_chooser, NoChooser) or not broadcast_flag(run.timed_on != run.machine):
         return
     say("the costs of rounds in the checkpoint are of another machine or mesh")
     state = _measure_lengths(step, run.state, source.place_training(run.generated), say)
-    assert state.generator.chooser is not None, "lengths are chosen by costs"
+    assert isinstance(state.generator.chooser, LengthChooser), "lengths are chosen by costs"
     chooser = state.generator.chooser.replace(acceptance=saved_chooser.acceptance)
     run.state = state.replace(generator=state.generator.replace(chooser=chooser))
     schedule.restart_timing()
@@ -134,7 +134,7 @@ def _measure_lengths(
 
     Returns the state unchanged if rounds do not choose their length.
     """
-    if state.generator.chooser is None:
+    if isinstance(state.generator.chooser, NoChooser):
         return state
     is_later = times_real_rounds(step.generator)
     if not is_later:
@@ -145,7 +145,7 @@ def _measure_lengths(
     start_time = time.perf_counter()
     state, lengths = add_length_chooser(step, state, prompts), step.generator.settings.lengths
     chooser = state.generator.chooser
-    assert chooser is not None, "lengths are chosen by costs"
+    assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
     costs = np.asarray(chooser.round_cost)[:, 0, 0]
     tokens = np.asarray(length_chooser.expected_tokens(chooser.acceptance, lengths))
     table = "; ".join(

@@ -39,6 +39,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """Token that stands for one byte, in a vocabulary of characters."""
 
 
+@dataclass(frozen=True)
+class NoStopStrings:
+    """In place of a `StopTable` if only end tokens end a response."""
+
+
 @dataclass(frozen=True, eq=False)
 class StopTable:
     """Transition table that finds stop strings in rows of tokens.
@@ -76,9 +81,11 @@ class StopTable:
         return jnp.stack(matches, axis=1), jnp.stack(history, axis=1)
 
 
-def build_stop_table(
-    strings: Sequence[str], pieces: Sequence[bytes], source: str
-) -> StopTable | None:
+StopStrings = StopTable | NoStopStrings
+NO_STOP_STRINGS = NoStopStrings()
+
+
+def build_stop_table(strings: Sequence[str], pieces: Sequence[bytes], source: str) -> StopStrings:
     """Builds the table of stop strings.
 
     Args:
@@ -87,13 +94,13 @@ def build_stop_table(
       source: tokenizer, named in error messages.
 
     Returns:
-      The table, or None without strings.
+      The table, or `NoStopStrings` without strings.
 
     Raises:
       ConfigError: the strings need too many states, or one has a byte that no token has.
     """
     if not strings:
-        return None
+        return NO_STOP_STRINGS
     encoded_strings, known_bytes = [string.encode() for string in strings], {*b"".join(pieces)}
     for string, encoded in zip(strings, encoded_strings, strict=True):
         require(

@@ -20,7 +20,7 @@ from jaxspec.inputs.json_keys import JsonObject, format_value, load_json_object,
 from jaxspec.system.files import expand_user_path
 from jaxspec.tokens.chat_template import ChatTemplate, read_template, template_from_settings
 from jaxspec.tokens.special_tokens import TOKEN_NAMES, find_special_tokens, stop_ids_in_strings
-from jaxspec.tokens.stop_strings import StopTable, build_stop_table, decode_pieces
+from jaxspec.tokens.stop_strings import StopStrings, build_stop_table, decode_pieces
 from jaxspec.tokens.turns import PROBE, TurnFormat, infer_turn_format, require_problem_in_prompt
 
 ARITHMETIC_CHARACTERS = "0123456789+-=,#;?"
@@ -147,8 +147,8 @@ class Tokenizer:
         text_ids = [i for i in map(index, ids) if 0 <= i < self.size and i not in dropped_ids]
         return self._backend.decode(text_ids, skip_special_tokens=True)
 
-    def build_stop_table(self, strings: Sequence[str]) -> StopTable | None:
-        """Builds the table of strings that are not special tokens. Returns None without any."""
+    def build_stop_table(self, strings: Sequence[str]) -> StopStrings:
+        """Builds the table that finds `strings` in decoded text."""
         special_ids = self._special_ids
         excluded_ids = {*self.stop_ids, self.pad_id, *special_ids.values()}
         texts = [string for string in strings if string not in special_ids]  # others are end tokens

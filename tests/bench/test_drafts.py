@@ -234,6 +234,7 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
             "sampling": each.sampling,
             "verify": each.verify,
             "K": depths,
+            "lengths": {},
             **numbers,
             **lists,
         }
@@ -256,6 +257,29 @@ def test_nothing_is_cut_off(width: int, depths: int) -> None:
     ]
     assert all(words.count(each.name) >= 2 for each in VARIANTS)
     assert max(map(len, file.getvalue().splitlines())) <= width
+
+
+@pytest.mark.parametrize("lengths", [{}, {"0": 0.5, "1": 0.25, "3": 0.25}])
+def test_depths_that_nothing_reached_are_dashes(lengths: dict[str, float]) -> None:
+    numbers = dict.fromkeys(
+        ("acceptance_length", "tokens_per_target_pass", "round_cost", "tokens_per_s", "speed_up"), 1
+    )
+    row = {
+        "draft": "eagle3",
+        "sampling": "auto",
+        "verify": "block",
+        "K": "auto" if lengths else 3,
+        "lengths": lengths,
+        "conditional_rate": [0.5],
+        "expected_acceptance": [],
+        "draft_temperature": [1.0, 1.0, 1.0],
+        **numbers,
+    }
+    file = io.StringIO()
+    Console(file=file, width=120).print(bench.build_tables([row])[1])
+    assert file.getvalue().splitlines()[-1].split()[4:] == [
+        *["0.50", "-", "-", "-", "1.00", "1.00", "1.00"]
+    ]
 
 
 @pytest.mark.sweep
@@ -316,11 +340,9 @@ sys.exit(main(sys.argv[1:]))
         assert f"{row['speed_up']:.2f}" == shown[-1]
         speed_up = row["tokens_per_s"] / line["rows"][0]["tokens_per_s"]
         assert row["speed_up"] == pytest.approx(speed_up)
+        # A list ends before the first depth that nothing reached.
         depths = 5 if row["K"] == "auto" else row["K"]
-        assert [len(row[name]) for name in ("conditional_rate", "expected_acceptance")] == [
-            depths,
-            depths,
-        ]
+        assert len(row["conditional_rate"]) == len(row["expected_acceptance"]) <= depths
         drafts_kept = float(np.sum(np.cumprod(row["conditional_rate"])))
         # A round keeps its accepted drafts and one token more, unless the row ends with a draft.
         assert drafts_kept - 1e-5 <= row["acceptance_length"] <= 1 + drafts_kept + 1e-5

@@ -45,13 +45,13 @@ class RepeatSpec(DraftSpec):
         """Makes the spec of a run's draft."""
         return cls(max_length=run.max_length, policy=run.policy, back=settings.back)
 '''
-KIND = '''"""A toy: the likeliest token after one of the last, by a table that repeats it at first."""
+KIND = '''"""A toy: the likeliest token after one of the last, by a table that repeats at first."""
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.drafts.base import Draft, DraftFiles, FileFacts, Kind, Learned, Proposal, Unroll
+from jaxspec.drafts.base import Draft, DraftFiles, FileFacts, Kind, Learned, PointProposal, Unroll
 from jaxspec.drafts.repeat.settings import RepeatSpec
 
 
@@ -66,7 +66,7 @@ def _repeat(spec, stop_ids):
         following = jnp.argmax(network.table[...][last], axis=-1).astype(last.dtype)
         tokens = jnp.broadcast_to(following, (len(last), length))
         lengths = jnp.full(len(last), length, jnp.int32)
-        return state, cache, Proposal(tokens=tokens, logits=None, lengths=lengths)
+        return state, cache, PointProposal(tokens, lengths)
 
     return Draft(
         max_length=spec.max_length,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Committed, Context, Draft, Proposal
+from jaxspec.drafts.base import Committed, Context, Draft, DrawnProposal, PointProposal
 from jaxspec.drafts.lookup.drafting import (
     CombinedState,
     HistoryState,
@@ -53,7 +53,7 @@ def refuse(logits: Any, offset: int) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
-def propose(draft: Draft, state: Any, tokens: jax.Array, lengths: jax.Array) -> Proposal:
+def propose(draft: Draft, state: Any, tokens: jax.Array, lengths: jax.Array) -> PointProposal:
     return draft.propose(
         None, TARGET, state, None, Context(tokens, lengths), refuse, draft.max_length
     )[2]
@@ -62,7 +62,7 @@ def propose(draft: Draft, state: Any, tokens: jax.Array, lengths: jax.Array) -> 
 def offered(draft: Draft, texts: list[list[int]], width: int, state: Any = ()) -> list[list[int]]:
     """The tokens really offered to each row."""
     proposal = propose(draft, state, *rows_of(texts, width))
-    assert proposal.logits is None
+    assert isinstance(proposal, PointProposal)
     assert proposal.tokens.shape == (len(texts), draft.max_length)
     return [
         row[:count].tolist()
@@ -233,7 +233,7 @@ def test_slots_offer_what_their_rows_would() -> None:
     ):
 
         @jax.jit
-        def proposed(given: Any, context: Context, draft: Draft = draft) -> Proposal:
+        def proposed(given: Any, context: Context, draft: Draft = draft) -> PointProposal:
             return draft.propose(None, TARGET, given, None, context, refuse, draft.max_length)[2]
 
         found = jax.tree.map(np.asarray, proposed(given, context))
@@ -292,7 +292,7 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
         tokens: jax.Array,
         lengths: jax.Array,
         drafted: jax.Array,
-    ) -> tuple[CombinedState, Any, Proposal]:
+    ) -> tuple[CombinedState, Any, DrawnProposal]:
         def sample(logits: jax.Array, offset: int) -> jax.Array:
             only = jnp.sum(jnp.isfinite(logits), axis=-1) == 1  # then it is drawn
             return jnp.where(

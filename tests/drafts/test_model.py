@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Committed, Context, Proposal
+from jaxspec.drafts.base import Committed, Context, DrawnProposal
 from jaxspec.drafts.model.drafting import ModelState, model_draft
 from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
@@ -50,7 +50,7 @@ def prefill(network: Decoder, tokens: jax.Array, lengths: jax.Array, times: int 
 @jax.jit
 def propose(
     network: Decoder, held: Held, tokens: jax.Array, lengths: jax.Array, drafted: jax.Array
-) -> tuple[Held, Proposal]:
+) -> tuple[Held, DrawnProposal]:
     sample, context = lambda logits, offset: drafted[:, offset], Context(tokens, lengths)
     state, cache, proposal = DRAFT.propose(
         network, network, held.state, held.cache, context, sample, drafted.shape[1]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Committed, Context, Draft, Proposal
+from jaxspec.drafts.base import Committed, Context, Draft, DrawnProposal
 from jaxspec.drafts.recurrent import RecurrentState, recurrent_draft
 from jaxspec.models import contiguous
 from jaxspec.models.cache import KVCache
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     """(tokens, lengths, features) -> held; each row `times` times."""
     catch_up: Callable[..., Held]
     """(held, committed tokens, lengths) -> held."""
-    propose: Callable[..., tuple[Held, Proposal]]
+    propose: Callable[..., tuple[Held, DrawnProposal]]
     """(held, committed tokens, lengths, tokens to draft, as many as are wanted) -> held, proposal:
     two drafts can walk the same way."""
 
@@ -113,7 +113,7 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
         tokens: jax.Array,
         lengths: jax.Array,
         drafted: jax.Array,
-    ) -> tuple[Held, Proposal]:
+    ) -> tuple[Held, DrawnProposal]:
         state, cache, proposal = draft.propose(
             network,
             target,
@@ -153,8 +153,7 @@ def committed(text: np.ndarray, lengths: Any, junk: int = 0) -> np.ndarray:
     )
 
 
-def logits_of(proposal: Proposal) -> np.ndarray:
-    assert proposal.logits is not None
+def logits_of(proposal: DrawnProposal) -> np.ndarray:
     return np.asarray(proposal.logits)
 
 

@@ -30,6 +30,7 @@ from jaxspec.host.loaded_run import SavedRun
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.rewards.scorer import Scorer, SetScorers
 from jaxspec.step import Step
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -112,7 +113,7 @@ def test_evaluations_end_at_the_runs_stop_strings(monkeypatch: pytest.MonkeyPatc
         small_mesh(),
     )
     step = asking(job, monkeypatch)
-    assert step.generator.settings.stop == job.step.generator.settings.stop is not None
+    assert step.generator.settings.stop == job.step.generator.settings.stop != NO_STOP_STRINGS
     assert step.generator.settings.processing.temperature == 0.5
     assert step.learner is job.step.learner
 

@@ -1,7 +1,9 @@
 """Named sets of problems asked of a policy that answers by hand, judged, recorded and compared."""
 
 import dataclasses
+import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxspec.config.settings import (
     BatchConfig,
@@ -25,6 +28,7 @@ from jaxspec.data.scoring import make_scorers
 from jaxspec.evaluation.evaluator import Evaluator, to_metrics
 from jaxspec.evaluation.program import build_evaluation_step, differing_settings, evaluation_config
 from jaxspec.evaluation.records import RecordFile, compare_evaluations
+from jaxspec.evaluation.tables import build_results_table
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.spec import ModelSpec
@@ -33,6 +37,7 @@ from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.start import empty_history
 from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import EOS, FAILED, Prompts, Rollout
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS
 from tests.conftest import small_mesh
 from tests.host.batches import batches_of
 
@@ -166,6 +171,25 @@ def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator, policy:
     assert metrics["eval/sums/avg@4/low"] <= metrics["eval/sums/avg@4"]
 
 
+def test_a_set_without_a_judged_answer_has_no_metrics(evaluator: Evaluator, policy: Policy) -> None:
+    records = evaluator(policy, never)
+    assert records is not None
+    for record in records:
+        if record["set"] == "differences":
+            record["correct"] = record["reward"] = [None] * 4
+    found = evaluator.estimate_sets(records)
+    metrics = to_metrics(found)
+    assert {name.split("/")[1] for name in metrics} == {"sums"}
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert found["differences"]["avg@4"].to_record() == {"problems": 0}
+    assert found["sums"]["avg@4"].to_record() == found["sums"]["avg@4"]._asdict()
+    file = io.StringIO()
+    Console(file=file, width=100).print(build_results_table(found))
+    shown = [line.split() for line in file.getvalue().splitlines() if "differences" in line]
+    assert ["differences", "avg@4", "-", "0"] in shown
+    assert "nan" not in file.getvalue()
+
+
 def test_a_stop_comes_between_calls(evaluator: Evaluator, policy: Policy) -> None:
     assert evaluator(policy, lambda: policy.calls == 3) is None
     assert policy.calls == 3
@@ -280,7 +304,7 @@ def test_an_evaluation_samples_as_it_says(job: Job) -> None:
     freed = dataclasses.replace(config, eval=EvalConfig(top_k=0, min_new_tokens=0, stop=()))
     settings = evaluation_settings(job, freed)
     assert (settings.processing.top_k, settings.processing.min_new_tokens) == (0, 0)
-    assert settings.stop is None
+    assert settings.stop == NO_STOP_STRINGS
 
 
 def test_an_evaluation_ends_with_the_special_tokens_that_it_names(job: Job) -> None:
@@ -292,7 +316,7 @@ def test_an_evaluation_ends_with_the_special_tokens_that_it_names(job: Job) -> N
     run = dataclasses.replace(job, config=config, tokenizer=tokenizer)
     settings = evaluation_settings(run, config)
     assert settings.processing.stop_ids == (1, 3)
-    assert settings.stop is None
+    assert settings.stop == NO_STOP_STRINGS
 
 
 def lines_of(folder: Path, step: int, shares: dict[str, list[bool | None]], **changes: Any) -> None:

@@ -32,6 +32,7 @@ from jaxspec.run.start import describe_random_draft
 from jaxspec.storage.cache import read_sources
 from jaxspec.system.closing_table import build_closing_table
 from jaxspec.system.progress import Progress, Screen
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopTable
 from jaxspec.tokens.tokenizer import character_tokenizer
 from tests.conftest import small_mesh, tiny_config, tiny_model
 
@@ -82,7 +83,7 @@ def test_the_tokenizers_size_ends_and_template_reach_the_step_and_the_prompts(
         (7,),
     )
     assert job.tokenizer.render_prompt("+2") == "1+2"
-    assert job.step.generator.settings.stop is None
+    assert job.step.generator.settings.stop == NO_STOP_STRINGS
     told = replace(config, rollout=RolloutConfig(enable_thinking=False))
     assert make_job(told, small_mesh()).tokenizer.render_prompt("+2") == "0+2"
 
@@ -92,7 +93,7 @@ def test_stop_strings_reach_the_generator_of_this_tokenizer() -> None:
     rollout = replace(config.rollout, stop=("=4", "=4"))
     job = make_job(replace(config, rollout=rollout), small_mesh())
     stop = job.step.generator.without_draft().settings.stop
-    assert stop is not None
+    assert isinstance(stop, StopTable)
     ids = jnp.asarray([job.tokenizer.encode("4=42")], jnp.int32)
     assert stop(jnp.zeros(1, jnp.int32), ids)[0].tolist() == [[False, False, True, False]]
     with pytest.raises(ConfigError, match=r"rollout\.stop has 'Problem:', which no tokens"):
@@ -134,7 +135,7 @@ def test_stop_ids_reach_the_generator() -> None:
     job = make_job(replace(config, rollout=rollout), small_mesh())
     settings = job.step.generator.settings
     assert settings.processing.stop_ids == (1, 0, 9)
-    assert settings.stop is None
+    assert settings.stop == NO_STOP_STRINGS
 
 
 def test_a_generated_task_brings_its_characters() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.drafts.base import PLAIN as PLAIN_DRAFT
-from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler
+from jaxspec.drafts.base import Committed, Context, Draft, DrawnProposal, Sampler
 from jaxspec.drafts.lookup.drafting import history_draft, ngram_draft, prefer_lookup
 from jaxspec.drafts.model.drafting import model_draft
 from jaxspec.drafts.recurrent import recurrent_draft
@@ -23,12 +23,12 @@ from jaxspec.rollout.generate import generate_sharded
 from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verification.block import Block, Verification
 from jaxspec.rollout.verification.fused import FUSED
-from jaxspec.rollout.verification.modes import Matching, Rejection
+from jaxspec.rollout.verification.modes import Matching, PointMatching, Rejection
 from jaxspec.rollout.verification.plain import PLAIN
 from jaxspec.rollout.verification.plain import make_distributions as plain_distributions
 from jaxspec.rollout.verify import Distributions, Verdict, block_rule, match_rule, token_rule
 from jaxspec.sampling import Processing
-from jaxspec.state import Drafter, LengthChooser, Prompts, Rollout
+from jaxspec.state import Drafter, LengthChooser, NoChooser, Prompts, Rollout
 from tests.conftest import (
     eagle3,
     no_history,
@@ -62,7 +62,7 @@ def distributions(target: jax.Array, draft: jax.Array, form: str) -> Distributio
     ids = jnp.arange(vocab, dtype=jnp.int32) if form == "fused by ids" else None
     tokens = jnp.zeros((rows, positions - 1), jnp.int32)
     produced = jnp.zeros((rows, positions), jnp.int32)
-    proposal = Proposal(tokens, draft, jnp.zeros((rows,), jnp.int32), ids)
+    proposal = DrawnProposal(tokens, draft, jnp.zeros((rows,), jnp.int32), ids)
     block = Block(target, proposal, produced, Processing(), 1.0, (1.0,), slice(None))
     return FORMS[form].compare_block(block).distributions
 
@@ -178,11 +178,11 @@ def network_of(kind: str, scale: float, **changes: Any) -> Any:
             return None
 
 
-def changing_chooser(lengths: tuple[int, ...]) -> LengthChooser | None:
+def changing_chooser(lengths: tuple[int, ...]) -> LengthChooser | NoChooser:
     """By which rounds of all slots draft nothing, after two that try one token; those of the tail
-    draft most. None: all draft alike."""
+    draft most. Without lengths all draft alike."""
     if not lengths:
-        return None
+        return NoChooser()
     chooser = length_chooser.init_chooser(lengths, WIDTH + NEW)
     falling, rising = np.linspace(9.0, 1.0, len(lengths)), np.linspace(1.0, 9.0, len(lengths))
     first = np.arange(chooser.round_cost.shape[1])[:, None] == 0
@@ -209,6 +209,13 @@ def drafter(
     )
 
 
+def fitted(settings: Settings, draft: Draft) -> Settings:
+    """With the mode of this draft, as a generator has it."""
+    mode = settings.mode
+    assert not isinstance(mode, PointMatching), "it is fitted once"
+    return settings._replace(mode=mode.for_draft(draft, settings.grid))
+
+
 def compiled(
     draft: Draft,
     chosen: Settings,
@@ -219,7 +226,7 @@ def compiled(
     expert: int = 1,
 ) -> Callable[..., Any]:
     """Prompts in, numpy rollout out; `options` are the compiler's."""
-    mesh = small_mesh(data, tensor, expert)
+    mesh, chosen = small_mesh(data, tensor, expert), fitted(chosen, draft)
     run = jax.jit(
         lambda target, drafter, prompts, key: generate_sharded(
             target, drafter, draft, prompts, key, chosen, mesh
@@ -308,7 +315,7 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[tuple[()], None, Proposal]:
+    ) -> tuple[tuple[()], None, DrawnProposal]:
         token, drafted, seen = context.tokens_at(context.lengths[:, None] - 1)[:, 0], [], []
         for offset in range(length):
             seen.append(logits[token])
@@ -317,7 +324,7 @@ def bigram_draft(length: int, table: np.ndarray) -> Draft:
         return (
             state,
             None,
-            Proposal(jnp.stack(drafted, 1), jnp.stack(seen, 1), jnp.full_like(token, length)),
+            DrawnProposal(jnp.stack(drafted, 1), jnp.stack(seen, 1), jnp.full_like(token, length)),
         )
 
     def catch_up(

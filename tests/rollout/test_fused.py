@@ -12,7 +12,7 @@ from jaxspec import mesh as meshes
 from jaxspec import sampling
 from jaxspec.build import build_step
 from jaxspec.config.settings import RolloutConfig
-from jaxspec.drafts.base import Proposal
+from jaxspec.drafts.base import DrawnProposal
 from jaxspec.rollout.verification.block import Block, Verification
 from jaxspec.rollout.verification.fused import FUSED, is_supported
 from jaxspec.rollout.verification.plain import PLAIN
@@ -101,7 +101,7 @@ def hard_block(case: Case, dtype: Any, form: Verification) -> tuple[Block, dict[
         for depth in range(LENGTH)
     ]
     offered = jnp.asarray(random.integers(0, LENGTH + 1, ROWS) | 2, jnp.int32)
-    proposal = Proposal(jnp.stack(tokens, axis=1), given, offered, mapped)
+    proposal = DrawnProposal(jnp.stack(tokens, axis=1), given, offered, mapped)
     block = Block(logits, proposal, produced, case.processing, factors, case.grid, case.measured)
     more = {
         "coins": jnp.asarray(random.random((ROWS, LENGTH)), dtype),
@@ -115,7 +115,7 @@ def hard_block(case: Case, dtype: Any, form: Verification) -> tuple[Block, dict[
 @functools.partial(jax.jit, static_argnames=("case", "fast"))
 def answers(
     logits: jax.Array,
-    proposal: Proposal,
+    proposal: DrawnProposal,
     produced: jax.Array,
     more: dict[str, Any],
     case: str,
@@ -211,7 +211,7 @@ def test_float32_is_as_exact_as_the_plain_form() -> None:
     @functools.partial(jax.jit, static_argnames="fast")
     def say(target: jax.Array, draft: jax.Array, fast: bool) -> tuple[jax.Array, ...]:
         produced = jnp.zeros((rows, LENGTH + 1), jnp.int32)
-        proposal = Proposal(tokens, draft, jnp.full((rows,), LENGTH, jnp.int32), ids)
+        proposal = DrawnProposal(tokens, draft, jnp.full((rows,), LENGTH, jnp.int32), ids)
         block = Block(target, proposal, produced, Processing(), 1.0, (1.0, 0.7), slice(None))
         compared = (FUSED if fast else PLAIN).compare_block(block)
         weights = jnp.full((rows, LENGTH - 1), np.log(0.8), target.dtype)

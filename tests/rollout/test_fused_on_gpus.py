@@ -15,7 +15,7 @@ from jaxspec.compiled.counts import CostCounter
 from jaxspec.compiled.hardware import HARDWARE, Card
 from jaxspec.compiled.text import Instruction, Program, Shape
 from jaxspec.drafts import draft_temperature
-from jaxspec.drafts.base import Proposal
+from jaxspec.drafts.base import DrawnProposal, PointProposal
 from jaxspec.rollout.verification.block import Block
 from jaxspec.rollout.verify import block_rule, count_leading, match_rule
 from jaxspec.sampling import Processing, Uniforms, level_count
@@ -74,7 +74,7 @@ def verification(card: Card, form: str, own: bool, auto: bool, dtype: str) -> Fo
     ) -> Any:
         factors = jnp.asarray(grid, jnp.float32)[choice] if auto else 1.0
         offered = jnp.full((ROWS,), LENGTH, jnp.int32)
-        proposal = Proposal(tokens, draft, offered, ids if own else None)
+        proposal = DrawnProposal(tokens, draft, offered, ids if own else None)
         rows = slice(None, None, GROUP)
         wide = logits.astype(jnp.float32)
         compared = FORMS[form].compare_block(
@@ -111,7 +111,7 @@ def plain_step(card: Card, form: str) -> Found:
     def step(logits: jax.Array, noise: jax.Array) -> Any:
         nothing = jnp.zeros((ROWS, 0), jnp.int32)
         produced = jnp.zeros((ROWS, 1), jnp.int32)
-        proposal = Proposal(nothing, None, produced[:, 0])
+        proposal = PointProposal(nothing, produced[:, 0])
         block = Block(
             logits.astype(jnp.float32), proposal, produced, KNOWN, 1.0, (1.0,), slice(None)
         )

@@ -36,7 +36,7 @@ from jaxspec.run.schedules import (
     compile_timing_schedule,
     uniform_slices,
 )
-from jaxspec.state import EOS, RUNNING, Prompts, RolloutWeights, TrainState
+from jaxspec.state import EOS, RUNNING, LengthChooser, Prompts, RolloutWeights, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.tables import load_table
 from tests.conftest import (
@@ -84,7 +84,7 @@ def step_of(new: int, seed: int = 0, shards: int = 1) -> Step:
 
 def planted(ready: RolloutWeights, table: np.ndarray) -> RolloutWeights:
     chooser = ready.drafter.chooser
-    assert chooser is not None
+    assert isinstance(chooser, LengthChooser)
     chooser = chooser.replace(round_cost=jnp.asarray(table, jnp.float32))
     return ready.replace(drafter=ready.drafter.replace(chooser=chooser))
 
@@ -180,7 +180,7 @@ def test_false_costs_are_found_out_within_thirty_rounds(
 ) -> None:
     alike, costs, flattered, right = CASES[case]
     ready = weights(engine().generator, alike)
-    assert ready.drafter.chooser is not None
+    assert isinstance(ready.drafter.chooser, LengthChooser)
     false = np.array(ready.drafter.chooser.round_cost)
     false[flattered] *= 1e-4
     lying = planted(ready, false)
@@ -256,7 +256,7 @@ def a_state(step: Step) -> TrainState:
         tiny_network(eagle3, MODEL, 2),
     )
     chooser = state.generator.chooser
-    assert chooser is not None
+    assert isinstance(chooser, LengthChooser)
     false = chooser.replace(round_cost=jnp.full_like(chooser.round_cost, 1e3).at[3].set(1e-3))
     false = jax.device_put(false, step.state_shardings().generator.chooser)
     return state.replace(generator=state.generator.replace(chooser=false))
@@ -305,7 +305,7 @@ def test_a_run_times_its_first_rollout_and_no_other_program(
     # later rollouts choose by the state, and leave it as it is
     again = timed(result.state, nothing(step), asked_of(step, 1), lambda _: False)
     chooser = again.state.generator.chooser
-    assert chooser is not None
+    assert isinstance(chooser, LengthChooser)
     np.testing.assert_array_equal(chooser.round_cost, cost)
 
 
@@ -331,7 +331,7 @@ def test_nothing_is_compiled_to_predict(
     monkeypatch.setattr(jax, "jit", _no_pilot)
     found = round_cost.add_length_chooser(step, state, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab))
     chooser = found.generator.chooser
-    assert chooser is not None
+    assert isinstance(chooser, LengthChooser)
     cost = np.asarray(chooser.round_cost)
     assert (np.diff(cost, axis=0) > 0).all()
     assert not np.asarray(chooser.acceptance.reached).any()

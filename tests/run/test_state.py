@@ -9,17 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.settings import Config, DraftConfig, ResolvedConfig, RolloutConfig
+from jaxspec.config.settings import (
+    Config,
+    DraftConfig,
+    DynamicSamplingConfig,
+    ResolvedConfig,
+    RolloutConfig,
+)
 from jaxspec.data.problems import load_sets
 from jaxspec.host.job import Job, make_job
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.models.decoder import Decoder
 from jaxspec.processes.devices import describe_machine
 from jaxspec.run import start
+from jaxspec.run.dynamic_batch import PartialBatch
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.start import adapt_run
-from jaxspec.run.state import RunState, restore_run
+from jaxspec.run.state import BatchRecord, QueuedBatch, RunState, restore_run
 from jaxspec.state import LengthChooser, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
@@ -35,7 +42,7 @@ def job() -> Job:
 
 
 def chooser_of(state: TrainState) -> LengthChooser:
-    assert state.generator.chooser is not None
+    assert isinstance(state.generator.chooser, LengthChooser)
     return state.generator.chooser
 
 
@@ -109,3 +116,29 @@ def test_checkpoints_of_another_format_are_refused(job: Job, tmp_path: Path) -> 
             pytest.raises(ConfigError, match=rf"have format {number or 1}, .* reads format 2"),
         ):
             restore_run(job.step, job.config.batch.prompts, checkpoints, history)
+
+
+def test_nan_in_checkpoints_of_earlier_versions_is_absent(tmp_path: Path) -> None:
+    """For metrics that a rollout did not have, in queued batches and in the one being filled."""
+    config = tiny_config(MODEL, steps=4, dynamic_sampling=DynamicSamplingConfig(max_batches=2))
+    job = make_job(config, small_mesh(1))
+    batches = batches_of(job, load_sets(job.config, job.tokenizer))
+    source, rows = batches.source, batches.scorer.empty_rollout()
+    state = jax.device_put(jax.jit(job.step.init_random_state)(), job.step.state_shardings())
+    metrics = {"reward/mean": float("nan"), "rollout/tokens": 12}
+    run = RunState(
+        state,
+        source.history,
+        queue=[QueuedBatch(rows, BatchRecord(0, dict(metrics), []))],
+        generated=2,
+        filling=PartialBatch(rows.replace(plan=None), 1, [dict(metrics), {"reward/mean": 0.5}]),
+    )
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(run.checkpoint_number, *run.to_checkpoint())
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        resumed = restore_run(job.step, job.config.batch.prompts, checkpoints, source.history)
+    assert resumed is not None
+    assert resumed.filling is not None
+    assert [item.record.metrics for item in resumed.queue] == [{"rollout/tokens": 12}]
+    assert resumed.filling.groups == 1
+    assert resumed.filling.metrics == [{"rollout/tokens": 12}, {"reward/mean": 0.5}]

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopTable
 from jaxspec.tokens.tokenizer import load_tokenizer
 
 TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<eot>", "<turn>")
@@ -202,11 +203,11 @@ def test_a_stop_string_that_names_a_special_token_is_one_more_end(tmp_path: Path
     assert plain.stop_ids == (4,)
     assert told.decode([0, 7, 5, 0]) == "a a"
     table = told.build_stop_table(("<eot>", "<turn>", "a"))
-    assert table is not None
+    assert isinstance(table, StopTable)
     row = jnp.asarray([[7, 8, 0]], jnp.int32)
     ends, _ = table(jnp.zeros(1, jnp.int32), row)
     assert ends.tolist() == [[False, True, True]]
-    assert told.build_stop_table(("<eot>",)) is None
+    assert told.build_stop_table(("<eot>",)) == NO_STOP_STRINGS
 
 
 @pytest.mark.parametrize("string", ["a<eot>", "<eot>\n", "x<|im_end|>y"])

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.tokens.stop_strings import StopTable, build_stop_table, decode_pieces
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopTable, build_stop_table, decode_pieces
 from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.tokens.folders import needs_qwen
 
@@ -26,7 +26,7 @@ def closed(strings: Sequence[str], tokens: Sequence[bytes]) -> list[bool]:
 
 
 def of_rows(table: StopTable | None, rows: Sequence[Sequence[int]]) -> np.ndarray:
-    assert table is not None
+    assert isinstance(table, StopTable)
     tokens = jnp.asarray(np.array(rows), jnp.int32)
     return np.asarray(table(jnp.zeros(len(tokens), jnp.int32), tokens)[0])
 
@@ -60,7 +60,7 @@ def test_a_row_goes_on_in_the_state_that_it_had() -> None:
     """The states after each token are those from which the rest of the row is found alike."""
     strings, tokens = CASES["straddling and overlapping"]
     table = build_stop_table(strings, tokens, "its")
-    assert table is not None
+    assert isinstance(table, StopTable)
     rows = jnp.asarray(np.random.default_rng(0).integers(0, 7, (500, 8)), jnp.int32)
     ends, states = table(jnp.zeros(500, jnp.int32), rows)
     assert states.shape == (500, 9)
@@ -71,8 +71,8 @@ def test_a_row_goes_on_in_the_state_that_it_had() -> None:
 
 
 def test_without_strings_there_is_no_table() -> None:
-    assert build_stop_table((), [b"a"], "its") is None
-    assert character_tokenizer().build_stop_table(()) is None
+    assert build_stop_table((), [b"a"], "its") == NO_STOP_STRINGS
+    assert character_tokenizer().build_stop_table(()) == NO_STOP_STRINGS
 
 
 def test_built_in_characters() -> None:
@@ -142,7 +142,7 @@ def test_bytes_of_every_token_of_qwen(qwen: Tokenizer) -> None:
     assert pieces[151_644] == b"<|im_start|>"
     differ = [i for i, piece in enumerate(pieces) if piece.decode(errors="replace") != texts[i]]
     assert differ == sorted(qwen.stop_ids)
-    assert qwen.build_stop_table((" the",)) is not None
+    assert qwen.build_stop_table((" the",)) != NO_STOP_STRINGS
 
 
 PAGES = (

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.drafts.base import Committed, Context, Draft, Proposal, Sampler
+from jaxspec.drafts.base import Committed, Context, Draft, DrawnProposal, PointProposal, Sampler
 from jaxspec.drafts.lookup.settings import Rule
 from jaxspec.drafts.pieces import Pieces
 from jaxspec.models.cache import KVCache
@@ -57,7 +57,7 @@ def ngram_draft(
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[tuple[()], None, Proposal]:
+    ) -> tuple[tuple[()], None, PointProposal]:
         search_text = partial(
             _search_text, length=length, min_match=min_match, latest=rule == "latest"
         )
@@ -72,7 +72,7 @@ def ngram_draft(
                 jnp.minimum(lengths, jnp.argmax(is_stop, axis=1).astype(jnp.int32)),
                 lengths,
             )
-        return state, None, Proposal(tokens=match.tokens, logits=None, lengths=lengths)
+        return state, None, PointProposal(match.tokens, lengths)
 
     return _weightless_draft(max_draft_length, init_state, propose)
 
@@ -103,7 +103,7 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[HistoryState, None, Proposal]:
+    ) -> tuple[HistoryState, None, PointProposal]:
         search_texts = jax.vmap(
             partial(_search_text, length=length, min_match=min_match, latest=True), (0, 0, None)
         )
@@ -139,7 +139,7 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
             state.texts,
             state.lengths,
         )
-        return state, None, Proposal(tokens=match.tokens, logits=None, lengths=match.lengths)
+        return state, None, PointProposal(match.tokens, match.lengths)
 
     return _weightless_draft(max_draft_length, _init_history, propose)
 
@@ -209,7 +209,7 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[CombinedState, KVCache | None, Proposal]:
+    ) -> tuple[CombinedState, KVCache | None, DrawnProposal]:
         lookup_state, _, match = lookup.propose(
             network, target, state.lookup, None, context, sample, length
         )
@@ -236,11 +236,11 @@ def prefer_lookup(lookup: Draft, learned: Draft) -> Draft:
         learned_state, cache, proposal = learned.propose(
             network, target, state.learned, cache, context, sample_unless_matched, length
         )
-        assert proposal.logits is not None, "a stochastic draft must return its logits"
+        assert isinstance(proposal, DrawnProposal), "a stochastic draft draws its tokens"
         logits = force_match(proposal.logits, proposal.ids, match.tokens)
         lengths = jnp.where(is_full, match.lengths, proposal.lengths)
         combined = CombinedState(lookup=lookup_state, learned=learned_state)
-        return combined, cache, Proposal(tokens=proposal.tokens, logits=logits, lengths=lengths)
+        return combined, cache, DrawnProposal(proposal.tokens, logits, lengths)
 
     def catch_up(
         network: PyTree,
@@ -282,7 +282,7 @@ def _check_limits(max_draft_length: int, min_match: int, max_match: int) -> None
 def _weightless_draft(
     max_draft_length: int,
     init_state: Callable[..., PyTree],
-    propose: Callable[..., tuple[PyTree, None, Proposal]],
+    propose: Callable[..., tuple[PyTree, None, PointProposal]],
 ) -> Draft:
     """Builds a draft without weights or cache."""
 

@@ -11,7 +11,7 @@ from jaxspec.drafts.base import (
     Committed,
     Context,
     Draft,
-    Proposal,
+    DrawnProposal,
     Sampler,
     block_positions,
 )
@@ -46,7 +46,7 @@ def model_draft(max_draft_length: int) -> Draft:
         context: Context,
         sample: Sampler,
         length: int,
-    ) -> tuple[ModelState, KVCache, Proposal]:
+    ) -> tuple[ModelState, KVCache, DrawnProposal]:
         # The last token is new. If all drafts were accepted, so is the one before it: the last
         # draft was drawn but never read. A row of one token starts with it and also reads the
         # position after it, which the next step overwrites.
@@ -73,7 +73,7 @@ def model_draft(max_draft_length: int) -> Draft:
                 output = network(token[:, None], last_position + 1 + offset, output.cache)
                 hidden = output.hidden
         lengths = jnp.full_like(context.lengths, length)
-        proposal = Proposal(
+        proposal = DrawnProposal(
             tokens=jnp.stack(tokens, axis=1),
             logits=jnp.stack(logits_by_depth, axis=1),
             lengths=lengths,

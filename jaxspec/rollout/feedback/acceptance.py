@@ -115,7 +115,7 @@ def acceptance_metrics(
     """Returns metrics of speculation over all rows.
 
     Acceptance rates by depth are over all rounds with a draft. Conditional rates are over rounds
-    that kept every draft before.
+    that kept every draft before, and like overlap and entropy absent for a depth without any.
 
     Args:
       statistics: statistics of each row.
@@ -130,14 +130,14 @@ def acceptance_metrics(
 
     by_depth = {
         "acceptance_rate": divide(total.accepted, total.draft_rounds[:1]),
-        "conditional_rate": divide(total.accepted, total.reached),
-        "expected_acceptance": divide(total.overlap, total.reached),
-        "draft_entropy": divide(total.draft_entropy, total.reached),
         "draft_temperature": jnp.asarray(grid, jnp.float32)[factor_index],
     }
-    by_quarter = zip(
-        divide(total.quarter_tokens, total.quarter_rounds), total.quarter_rounds > 0, strict=True
-    )
+    by_reached_depth = {
+        "conditional_rate": total.accepted,
+        "expected_acceptance": total.overlap,
+        "draft_entropy": total.draft_entropy,
+    }
+    by_quarter = divide(total.quarter_tokens, total.quarter_rounds)
     draft_rounds, generated = jnp.sum(total.draft_rounds[:1]), tokens.astype(jnp.float32)
     return {
         "rollout/tokens_per_target_pass": divide(generated, total.rounds),
@@ -153,8 +153,22 @@ def acceptance_metrics(
             for name, values in by_depth.items()
             for depth, value in enumerate(values, start=1)
         },
+        **_present_means("acceptance_length_quarter", by_quarter, total.quarter_rounds > 0),
         **{
-            f"rollout/acceptance_length_quarter_{number}": Mean.from_value(length, has_rounds)
-            for number, (length, has_rounds) in enumerate(by_quarter, start=1)
+            name: mean
+            for family, sums in by_reached_depth.items()
+            for name, mean in _present_means(
+                family, divide(sums, total.reached), total.reached > 0
+            ).items()
         },
+    }
+
+
+def _present_means(
+    family: str, values: Float[Array, " N"], is_present: Bool[Array, " N"]
+) -> dict[str, Mean]:
+    """Returns a family of metrics, numbered from 1. Those without a value are absent."""
+    return {
+        f"rollout/{family}_{number}": Mean.from_value(value, has_value)
+        for number, (value, has_value) in enumerate(zip(values, is_present, strict=True), start=1)
     }

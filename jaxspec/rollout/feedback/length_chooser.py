@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.compiled.roofline import GeneratorDevices, NetworkSizes, estimate_round_seconds
 from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
-from jaxspec.state import RUNNING, AcceptanceEstimate, LengthChooser, Statistics
+from jaxspec.state import RUNNING, AcceptanceEstimate, LengthChooser, NoChooser, Statistics
 
 MAX_LOOPS = 3
 """Maximum number of loops, of fewer slots each, in a cost table."""
@@ -126,12 +126,12 @@ class ChosenLengths(NamedTuple):
 
 
 def lengths_of_rounds(
-    chooser: LengthChooser | None, lengths: tuple[int, ...], max_length: int
+    chooser: LengthChooser | NoChooser, lengths: tuple[int, ...], max_length: int
 ) -> FixedLength | ChosenLengths:
     """Returns the draft lengths of rounds.
 
     Args:
-      chooser: data to choose by, if there are several lengths.
+      chooser: data to choose by.
       lengths: lengths to choose from, or none.
       max_length: length of all rounds if there is no choice.
 
@@ -140,7 +140,7 @@ def lengths_of_rounds(
     """
     if not lengths:
         return FixedLength(max_length)
-    if chooser is None:
+    if isinstance(chooser, NoChooser):
         raise ValueError(f"rounds of {lengths} tokens need a chooser: add one to the drafter")
     return ChosenLengths(lengths, chooser)
 

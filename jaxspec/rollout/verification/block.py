@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.drafts.base import Proposal
+from jaxspec.drafts.base import DrawnProposal, PointProposal, Proposal
 from jaxspec.rollout.feedback.acceptance import DraftOverlap
 from jaxspec.rollout.verification.vocabulary import (
     DraftVocabulary,
@@ -23,7 +23,7 @@ class Block(NamedTuple):
     logits: Float[Array, "B K1 V"]
     """Logits of the target at the K+1 positions."""
     proposal: Proposal
-    """Draft tokens. Without logits, they count as deterministic."""
+    """Draft tokens."""
     response_positions: Int[Array, "B K1"]
     """Number of response tokens before each position."""
     processing: Processing
@@ -49,13 +49,15 @@ class DraftLogits(NamedTuple):
 
 def read_draft_logits(block: Block) -> DraftLogits:
     """Returns logits of all drafts, also of deterministic ones."""
-    proposal, vocab = block.proposal, block.logits.shape[-1]
-    if proposal.logits is None:
-        # Only the rules of rejection read these, and XLA removes them elsewhere.
-        is_drafted = proposal.tokens[:, :, None] == jnp.arange(vocab, dtype=jnp.int32)
-        point_masses = jnp.where(is_drafted, 0.0, -jnp.inf).astype(block.logits.dtype)
-        return DraftLogits(point_masses, FullVocabulary(vocab), True)
-    return DraftLogits(proposal.logits, make_vocabulary(proposal.ids, vocab), False)
+    vocab = block.logits.shape[-1]
+    match block.proposal:
+        case PointProposal(tokens):
+            # Only the rules of rejection read these, and XLA removes them elsewhere.
+            is_drafted = tokens[:, :, None] == jnp.arange(vocab, dtype=jnp.int32)
+            point_masses = jnp.where(is_drafted, 0.0, -jnp.inf).astype(block.logits.dtype)
+            return DraftLogits(point_masses, FullVocabulary(vocab), True)
+        case DrawnProposal() as drawn:
+            return DraftLogits(drawn.logits, make_vocabulary(drawn.ids, vocab), False)
 
 
 class BlockComparison(NamedTuple):

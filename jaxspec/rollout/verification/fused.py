@@ -283,12 +283,9 @@ def _draw_next(
     noise: Noise,
 ) -> Int[Array, " B"]:
     """Draws the token after the cut from the residual or the target."""
+    # Only rounds with drafts have `RejectionNoise`, and only its rules draw from the residual.
     target = _target_logprobs_at(block, summaries, accepted)
-    # Without drafts nothing is rejected, and the residual is not used.
-    has_drafts = block.proposal.tokens.shape[1] > 0
-    draft = (
-        _draft_distribution(block, summaries, accepted) if has_drafts else jnp.zeros_like(target)
-    )
+    draft = _draft_distribution(block, summaries, accepted)
     weighted = log_weight[:, None] + target
     residual, weights = jnp.maximum(jnp.exp(weighted) - draft, 0), jnp.exp(target)
 
@@ -297,11 +294,7 @@ def _draw_next(
 
     def weigh_residual(tokens: Int[Array, "B N"]) -> Float[Array, "B N"]:
         target = _target_token_logprobs(block, summaries, accepted, tokens)
-        draft = (
-            _draft_token_probs(block, summaries, accepted, tokens)
-            if has_drafts
-            else jnp.zeros_like(target)
-        )
+        draft = _draft_token_probs(block, summaries, accepted, tokens)
         return jnp.maximum(jnp.exp(log_weight[:, None] + target) - draft, 0)
 
     if isinstance(noise, Uniforms):

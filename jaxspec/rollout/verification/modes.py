@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from jaxtyping import Array, Float, Int, Key
 
 from jaxspec import sampling
-from jaxspec.drafts.base import Draft, block_positions
+from jaxspec.drafts.base import Draft, PointProposal, Proposal, block_positions
 from jaxspec.rollout.verify import Distributions, Verdict, match_rule
 from jaxspec.sampling import Noise
 
@@ -61,12 +61,14 @@ class Matching:
     name: ClassVar[str] = "matching"
     stream: ClassVar[int] = sampling.TARGET_STREAM
     """Noise stream of the rows."""
-    has_point_masses: ClassVar[bool] = False
-    """Whether drafts count as certain, even if they come with logits."""
 
     def for_draft(self, draft: Draft, grid: tuple[float, ...]) -> "Matching":
         """Returns the mode of a draft with these temperature factors."""
         return self
+
+    def select_distributions(self, proposal: Proposal) -> Proposal:
+        """Returns the proposal with the distributions to compare."""
+        return proposal
 
     def draw_noise(
         self, keys: Key[Array, " B"], lengths: Int[Array, " B"], length: int, vocab: int, dtype: Any
@@ -87,8 +89,12 @@ class PointMatching:
     For point masses it is the same as matching with target samples.
     """
 
+    name: ClassVar[str] = "point_matching"
     stream: ClassVar[int] = sampling.TARGET_STREAM
-    has_point_masses: ClassVar[bool] = True
+
+    def select_distributions(self, proposal: Proposal) -> PointProposal:
+        """Returns the proposal without logits."""
+        return PointProposal(proposal.tokens, proposal.lengths)
 
     def draw_noise(
         self, keys: Key[Array, " B"], lengths: Int[Array, " B"], length: int, vocab: int, dtype: Any
@@ -108,7 +114,6 @@ class Rejection:
     rule: Callable[..., Verdict]
     """Verification rule, such as `token_rule` or `block_rule`."""
     stream: ClassVar[int] = sampling.ROUND_STREAM
-    has_point_masses: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -119,6 +124,10 @@ class Rejection:
         """Returns the mode of a draft with these temperature factors."""
         # With a grid of (0,), drafts are the argmax.
         return self if draft.is_stochastic and grid != (0.0,) else PointMatching()
+
+    def select_distributions(self, proposal: Proposal) -> Proposal:
+        """Returns the proposal with the distributions to compare."""
+        return proposal
 
     def draw_noise(
         self, keys: Key[Array, " B"], lengths: Int[Array, " B"], length: int, vocab: int, dtype: Any
@@ -147,4 +156,6 @@ class Rejection:
 
 RoundNoise = MatchingNoise | RejectionNoise
 VerificationMode = Matching | Rejection
-"""Mode of a rollout. `for_draft` gives that of its rounds."""
+"""Mode that is asked for. `for_draft` gives that of rounds with a draft."""
+RoundMode = Matching | PointMatching | Rejection
+"""Mode of the rounds of a draft."""
