@@ -214,10 +214,13 @@ class Step:
         Raises:
           ConfigError: The draft does not fit the policy, or a weight that gets an adapter is
             missing.
+          ValueError: A weight has no logical axes.
         """
         if draft is not None:
             check_fits(self.draft_kind, draft, policy.config)
-        learner = self.learner.init_state(self.add_adapters(policy), draft, self.online)
+        trained = self.add_adapters(policy)
+        meshes.require_weights({"policy": trained, "draft": draft})
+        learner = self.learner.init_state(trained, draft, self.online)
         return TrainState(learner=learner, generator=self.generator.init_state())
 
     def init_random_state(self) -> TrainState:

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -113,14 +112,14 @@ def test_a_weight_that_does_not_say_its_axes_is_refused(axes: Any) -> None:
     with pytest.raises(ValueError, match=message):
         meshes.assign_shardings(small_mesh(4, 2), network, meshes.ROLLOUT_RULES)
     with pytest.raises(ValueError, match=message):
-        optimizers.init_state(network, optax.sgd(0.1))
+        meshes.require_weights(network)
 
 
 def test_a_network_has_no_weights_but_variables() -> None:
     """An array that is no variable has no axes; counts of optimizers may be such."""
     network = {"first": nnx.Param(jnp.zeros((8, 6)), axes=("embed", None)), "gate": jnp.zeros(8)}
     with pytest.raises(ValueError, match=r"the weight gate of shape \(8,\)"):
-        optimizers.init_state(network, optax.sgd(0.1))
+        meshes.require_weights(network)
     placed = meshes.assign_shardings(small_mesh(4, 2), network, meshes.TRAIN_RULES)
     assert placed["gate"].spec == P()
 

@@ -210,5 +210,6 @@ def _unroll_decoder(decoder: Decoder, layout: WeightLayout) -> Decoder:
         )
         setattr(decoder, "layers", layers)  # noqa: B010 - its type is `Layers`
     if decoder.head is not None:
-        decoder.head = _convert_weight(decoder.head, "head", 0, 1, layout)
+        head = _convert_weight(decoder.head, "head", 0, 1, layout)
+        setattr(decoder, "head", head)  # noqa: B010 - its type is `Param`
     return decoder

@@ -9,7 +9,6 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.mesh import require_weights
 from jaxspec.models import layers
 from jaxspec.models.lora import TARGETS
 from jaxspec.state import NetworkState, PyTree
@@ -307,14 +306,7 @@ def replace_parameters(network: PyTree, weights: PyTree) -> PyTree:
 
 
 def init_state(network: PyTree, optimizer: optax.GradientTransformation) -> NetworkState:
-    """Initializes a network's training state.
-
-    The optimizer covers trained weights only.
-
-    Raises:
-      ValueError: A weight has no logical axes.
-    """
-    require_weights(network)
+    """Initializes a network's training state. The optimizer covers trained weights only."""
     # Two buffers, since one could not be donated twice.
     skipped, skipped_in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return NetworkState(

@@ -257,5 +257,5 @@ def test_a_weight_of_a_new_kind_says_its_axes(package: Path) -> None:
     finally:
         toy.write_text(KIND)
     assert done.returncode != 0
-    assert "the weight table of shape" in done.stderr
+    assert "the weight draft.table of shape" in done.stderr
     assert "state 2 where it is made" in done.stderr
