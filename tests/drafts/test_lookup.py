@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Committed, Context, Draft, DrawnProposal, PointProposal
+from jaxspec.drafts.base import Committed, Context, Draft, DrawnProposal, PointProposal, Proposal
 from jaxspec.drafts.lookup.drafting import (
     CombinedState,
     HistoryState,
@@ -54,15 +54,15 @@ def refuse(logits: Any, offset: int) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def propose(draft: Draft, state: Any, tokens: jax.Array, lengths: jax.Array) -> PointProposal:
-    return draft.propose(
-        None, TARGET, state, None, Context(tokens, lengths), refuse, draft.max_length
-    )[2]
+    context = Context(tokens, lengths)
+    proposal = draft.propose(None, TARGET, state, None, context, refuse, draft.max_length)[2]
+    assert isinstance(proposal, PointProposal)
+    return proposal
 
 
 def offered(draft: Draft, texts: list[list[int]], width: int, state: Any = ()) -> list[list[int]]:
     """The tokens really offered to each row."""
     proposal = propose(draft, state, *rows_of(texts, width))
-    assert isinstance(proposal, PointProposal)
     assert proposal.tokens.shape == (len(texts), draft.max_length)
     return [
         row[:count].tolist()
@@ -233,7 +233,7 @@ def test_slots_offer_what_their_rows_would() -> None:
     ):
 
         @jax.jit
-        def proposed(given: Any, context: Context, draft: Draft = draft) -> PointProposal:
+        def proposed(given: Any, context: Context, draft: Draft = draft) -> Proposal:
             return draft.propose(None, TARGET, given, None, context, refuse, draft.max_length)[2]
 
         found = jax.tree.map(np.asarray, proposed(given, context))
@@ -299,9 +299,12 @@ def test_preferring_takes_whole_blocks_and_keeps_the_learned_cache_right(x64: No
                 only, jnp.argmax(logits, axis=-1).astype(jnp.int32), drafted[:, offset]
             )
 
-        return both.propose(
-            network, network, state, cache, Context(tokens, lengths), sample, length
+        context = Context(tokens, lengths)
+        state, cache, proposal = both.propose(
+            network, network, state, cache, context, sample, length
         )
+        assert isinstance(proposal, DrawnProposal)
+        return state, cache, proposal
 
     prompts = tiny_prompts(4).replace(
         tokens=jnp.asarray(text[:, :5]), lengths=jnp.asarray(lengths, jnp.int32)

@@ -56,6 +56,7 @@ def propose(
         network, network, held.state, held.cache, context, sample, drafted.shape[1]
     )
     assert cache is not None
+    assert isinstance(proposal, DrawnProposal)
     return Held(state, cache), proposal
 
 

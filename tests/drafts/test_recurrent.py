@@ -124,6 +124,7 @@ def case(x64: None, request: pytest.FixtureRequest) -> Case:
             drafted.shape[1],
         )
         assert cache is not None
+        assert isinstance(proposal, DrawnProposal)
         return Held(state, cache), proposal
 
     def ready(*arrays: Any) -> list[Any]:

@@ -37,7 +37,7 @@ from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.start import empty_history
 from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.state import EOS, FAILED, Prompts, Rollout
-from jaxspec.tokens.stop_strings import NO_STOP_STRINGS
+from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopTable
 from tests.conftest import small_mesh
 from tests.host.batches import batches_of
 
@@ -299,7 +299,7 @@ def test_an_evaluation_samples_as_it_says(job: Job) -> None:
         (hash_, [[True], [False]]),
         (equals, [[False], [True]]),
     ):
-        assert table is not None
+        assert isinstance(table, StopTable)
         assert table(jnp.zeros(2, jnp.int32), block)[0].tolist() == stops
     freed = dataclasses.replace(config, eval=EvalConfig(top_k=0, min_new_tokens=0, stop=()))
     settings = evaluation_settings(job, freed)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.base import Context, Draft
+from jaxspec.drafts.base import Context, Draft, DrawnProposal
 from jaxspec.drafts.lookup.drafting import CombinedState
 from jaxspec.models import contiguous
 from jaxspec.models.decoder import Decoder
@@ -112,7 +112,7 @@ def said(
     cache = state.caches.draft
     assert cache is not None
     cache = cache.replace(table=state.pages.table[: len(lengths)])
-    ours = learned.propose(network, target, draft_state, cache, context, in_turn, DEPTHS)[2].logits
+    ours = learned.propose(network, target, draft_state, cache, context, in_turn, DEPTHS)[2]
     texts = jnp.where(
         jnp.arange(state.rollout.tokens.shape[1], dtype=jnp.int32) < lengths[:, None],
         context.slot_tokens(),
@@ -130,10 +130,10 @@ def said(
     cache = contiguous.expand_prompts(cache, 1, texts.shape[1] + DEPTHS + 1)
     theirs = learned.propose(
         network, target, draft_state, cache, Context(texts, whole.lengths), in_turn, DEPTHS
-    )[2].logits
-    assert ours is not None
-    assert theirs is not None
-    return ours, theirs, lengths
+    )[2]
+    assert isinstance(ours, DrawnProposal)
+    assert isinstance(theirs, DrawnProposal)
+    return ours.logits, theirs.logits, lengths
 
 
 @pytest.mark.parametrize(

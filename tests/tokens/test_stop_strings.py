@@ -10,7 +10,13 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopTable, build_stop_table, decode_pieces
+from jaxspec.tokens.stop_strings import (
+    NO_STOP_STRINGS,
+    StopStrings,
+    StopTable,
+    build_stop_table,
+    decode_pieces,
+)
 from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.tokens.folders import needs_qwen
 
@@ -25,7 +31,7 @@ def closed(strings: Sequence[str], tokens: Sequence[bytes]) -> list[bool]:
     return found
 
 
-def of_rows(table: StopTable | None, rows: Sequence[Sequence[int]]) -> np.ndarray:
+def of_rows(table: StopStrings, rows: Sequence[Sequence[int]]) -> np.ndarray:
     assert isinstance(table, StopTable)
     tokens = jnp.asarray(np.array(rows), jnp.int32)
     return np.asarray(table(jnp.zeros(len(tokens), jnp.int32), tokens)[0])
