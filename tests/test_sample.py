@@ -297,11 +297,8 @@ class TestRefusals:
 
     @pytest.mark.parametrize("kind", ["none", "ngram", "history"])
     def test_settings_of_the_runs_own_kind_give_way(self, kind: str) -> None:
-        rollout = dataclasses.replace(
-            CONFIG.rollout,
-            draft=DraftConfig(eagle3=Eagle3Config(vocab=20)),
-            lookup=LookupConfig(beside="ngram"),
-        )
+        draft, lookup = DraftConfig(eagle3=Eagle3Config(vocab=20)), LookupConfig(beside="ngram")
+        rollout = dataclasses.replace(CONFIG.rollout, draft=draft, lookup=lookup)
         config = dataclasses.replace(
             CONFIG, rollout=rollout, offline=OfflineConfig(), mesh=MeshConfig()
         )

@@ -1,4 +1,4 @@
-"""Settings of learning: advantages, losses, penalties and the optimizer."""
+"""Settings of learning: advantages, losses, penalties, the optimizer and the draft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from jaxspec.inputs.checked import CheckedConfig, Range, require
-from jaxspec.inputs.spec import Natural, Positive
+from jaxspec.inputs.spec import Count, Natural, Positive
 
 Weight = Annotated[float, Range(min=0)]
 Rate = Positive | Literal["auto"]
@@ -309,3 +309,28 @@ class OptimizerConfig(CheckedConfig, prefix="optimizer."):
     offload: bool = False
     """Whether the policy's moments stay in host memory between updates. This frees device memory,
     but each update moves them to the device and back, and is compiled as a separate program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTrainingConfig(CheckedConfig, prefix="draft_training."):
+    """Training of a learned draft, before and during the run."""
+
+    loss: Literal["ce", "kl", "lk", "lambda", "tv"] = "ce"
+    """Loss: soft cross-entropy (ce), KL divergence (kl), or the acceptance a = sum min(target,
+    draft) itself, by -log a (lk), 1 - a (tv), or from KL to tv as acceptance grows (lambda)."""
+    ttt_steps: Count = 3
+    """Depths of the training-time-test unroll (EAGLE-3, MTP). Deeper ones train on the draft's own
+    states."""
+    decay: Annotated[float, Range(above=0, max=1)] = 0.8
+    """Base of the depth weights in the draft loss: depth i has weight `decay**i`."""
+    online: bool = True
+    """Whether the draft is trained during the run, on detached hidden states of the learner."""
+    every: Count | Literal["auto"] = 1
+    """Batches between online updates. `auto` = as long as acceptance rises, or is behind its
+    best."""
+    alarm: Annotated[float, Range(min=0, max=1)] = 0.3
+    """Relative drop of acceptance_length between batches that triggers a warning. 1 = never."""
+    learning_rate: Rate = "auto"
+    """AdamW learning rate of online updates (auto: 1e-4 if the policy is loaded, else 4e-4)."""
+    grad_clip: Positive = 0.5
+    """Maximum global norm of the draft's gradient, apart from the policy's."""

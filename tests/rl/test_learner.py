@@ -187,12 +187,8 @@ def step_of(
 ) -> Step:
     """Plain gradient descent at rate 1: what weights lose is the gradient."""
     model = dataclasses.replace(MODEL, remat=tokens % 2 == 0, dtype=dtype)
-    step = build_step(
-        config_of(model, KINDS[kind][0], tokens, **parts),
-        small_mesh(data, tensor),
-        (1,),
-        MODEL.vocab,
-    )
+    config = config_of(model, KINDS[kind][0], tokens, **parts)
+    step = build_step(config, small_mesh(data, tensor), (1,), MODEL.vocab)
     descent = dict.fromkeys(("policy_optimizer", "draft_optimizer"), optax.sgd(lambda _: 1.0))
     return dataclasses.replace(
         step,
