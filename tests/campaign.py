@@ -13,6 +13,7 @@ import random
 import re
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -85,7 +86,8 @@ class Launch:
         self.log = folder / f"{self.mark}.log"
         started = train if processes == 1 else together
         arguments = [*started, *command(self.workdir, **TINIEST)]
-        self.handle = in_background(arguments, variables, self.log)
+        # `/proc` shows words and variables of a new process alone, not those of a fork.
+        self.handle = in_background(arguments, variables, self.log, subprocess.Popen)
 
     def members(self) -> list[int]:
         """Processes of this launch that have not ended, the launcher among them."""

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-ROOT = Path(__file__).parent.parent
+from tests import fork_server
+from tests.fork_server import ROOT, Program
 
 SMALL = {
     "model.layers": 4,
@@ -70,11 +71,14 @@ def environment(cache: Path, devices: int) -> dict[str, str]:
 
 
 def in_background(
-    arguments: list[str], variables: dict[str, str], log: Path
-) -> subprocess.Popen[bytes]:
-    """A process in a session of its own, which prints into a file."""
+    arguments: list[str],
+    variables: dict[str, str],
+    log: Path,
+    start: Callable[..., subprocess.Popen] = Program,
+) -> subprocess.Popen:
+    """A program in a session of its own, which prints into a file."""
     with log.open("w") as file:
-        return subprocess.Popen(
+        return start(
             arguments,
             env=variables,
             cwd=ROOT,
@@ -108,7 +112,9 @@ class Process:
 
 def printed(arguments: list[str], variables: dict[str, str], folder: Path, timeout: int) -> str:
     """What a program prints that must end well."""
-    done = subprocess.run(
+    # A script is no program of Python.
+    run = fork_server.run if arguments[0] == sys.executable else subprocess.run
+    done = run(
         arguments,
         env=variables,
         cwd=folder,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fork_server
 from tests.test_readme import PAGES, ROOT, Reader
 
 _SMALL_POLICY = {"model.layers": "4", "sft.steps": "2"}
@@ -129,7 +130,9 @@ class Typist(Reader):
             return
         # two devices take longer to compile for; a mesh is what multiprocess_cpu.sh makes
         devices = "2" if program.startswith("bench") else "1"
-        done = subprocess.run(
+        # A script is no program of Python.
+        run = subprocess.run if begin[0] == "bash" else fork_server.run
+        done = run(
             [*begin, *words],
             env=self.variables | {"JAXSPEC_LOCAL_DEVICES": devices},
             stdin=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ The former are the rows of the table in docs/losslessness.md. A mutant replaces 
 must be there exactly once, so that none of them can rot into a change that changes nothing.
 """
 
-import json
 import os
 import re
 import shutil
@@ -17,10 +16,16 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import fork_server
+from tests.fork_server import ForkServer
 from tests.mutants import learning, speculation
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [*speculation.MUTANTS, *learning.MUTANTS]
+NOT_OF_THE_TREE = (
+    *("flax.nnx", "grain", "optax", "orbax.checkpoint"),
+    *("pytest", "scipy.stats", "tensorboardX", "tyro"),
+)
 ONE_OF_EACH_FILE = {mutant.killer.partition("::")[0]: mutant for mutant in reversed(MUTANTS)}
 """The first bug that the tests of each file must see."""
 
@@ -63,26 +68,25 @@ def run(copied: Path) -> Iterator[Run]:
     environment = os.environ | {"PYTHONPATH": str(copied)}
     # Modules that no bug is put into are translated once: shape checks make that slow.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    output = copied / "output.txt"
-    with subprocess.Popen(
-        [sys.executable, "tests/fork_server.py"],
-        cwd=copied,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
+    server = ForkServer(copied, NOT_OF_THE_TREE, environment)
 
-        def call(*tests: str, options: tuple[str, ...] = ()) -> Done:
-            assert server.stdin is not None
-            assert server.stdout is not None
-            arguments = ["-x", "-q", *options, *(f"tests/{test}" for test in tests)]
-            asked = {"arguments": arguments, "output": str(output), "seconds": 900}
-            server.stdin.write(f"{json.dumps(asked)}\n")
-            server.stdin.flush()
-            return Done(int(server.stdout.readline()), output.read_text())
+    def call(*tests: str, options: tuple[str, ...] = ()) -> Done:
+        words = [sys.executable, "-m", "pytest", "-x", "-q", *options]
+        done = fork_server.run(
+            [*words, *(f"tests/{test}" for test in tests)],
+            server=server,
+            cwd=copied,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+        )
+        return Done(done.returncode, done.stdout)
 
-        yield call
+    yield call
+    server.close()
 
 
 def test_every_bug_has_one_place(repository: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.sample import RowWriter, main, options_from_config, sampling_config
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.tokens.tokenizer import Tokenizer, character_tokenizer
+from tests import fork_server
 from tests.conftest import small_mesh, tiny_network
 from tests.plain_answers import CONFIG, answers, cut, marked, plain, policy
 
@@ -372,7 +372,7 @@ def test_the_program_leaves_a_run_as_it_is(run: Path, repository: Path, tmp_path
         if name not in ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR")
     }
     command = [sys.executable, "-m", "jaxspec.sample", "--checkpoint", str(run)]
-    done = subprocess.run(
+    done = fork_server.run(
         command,
         input=PROMPTS[0],
         env=variables,
@@ -387,7 +387,7 @@ def test_the_program_leaves_a_run_as_it_is(run: Path, repository: Path, tmp_path
     )
     assert sorted(path for path in run.rglob("*")) == before
     half.rmdir()
-    refused = subprocess.run(
+    refused = fork_server.run(
         [*command[:-1], "nowhere"],
         env=variables,
         capture_output=True,

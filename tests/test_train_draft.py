@@ -19,7 +19,9 @@ from jaxspec.data.problems import load_problems
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.train_draft import closing_table, main
+from tests import fork_server
 from tests.conftest import tiny_model
+from tests.fork_server import Program
 from tests.host.training_jobs import a_job
 from tests.tokens.folders import QWEN, needs_qwen
 
@@ -149,7 +151,7 @@ class TestProgram:
             "stderr": subprocess.STDOUT,
         }
         command = self.command("--offline.steps", "4000")
-        with subprocess.Popen(command, **options) as process:
+        with Program(command, **options) as process:
             deadline = time.monotonic() + 300
             while not list(tmp_path.glob("*.partial/learner.npz")) and time.monotonic() < deadline:
                 assert process.poll() is None
@@ -160,7 +162,7 @@ class TestProgram:
         assert "stopped while training the draft" in told
         assert "continues from there" in told
         first, second = (
-            subprocess.run(command, **options, timeout=600, check=True).stdout for _ in range(2)
+            fork_server.run(command, **options, timeout=600, check=True).stdout for _ in range(2)
         )
         assert "going on at step" in first
         assert "4000/4000" not in second

@@ -369,6 +369,7 @@ def test_help_whose_reader_has_seen_enough_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "jaxspec.train", "--config", "rl_think.py", "--help"]
+    # In a new process, where imports may print warnings.
     done = subprocess.run(
         command, stdout=write, stderr=subprocess.PIPE, cwd=CONFIGS.parent, timeout=120, check=False
     )

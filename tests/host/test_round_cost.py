@@ -2,7 +2,6 @@
 draft's acceptance."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.state import LengthChooser
 from jaxspec.storage.cache import content_key
 from jaxspec.tokens.stop_strings import build_stop_table
+from tests import fork_server
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network, tiny_prompts
 from tests.whole_step import load_weights
 
@@ -96,7 +96,7 @@ def file_of() -> Path:
 
 
 def test_another_process_finds_the_costs(folder: Path) -> None:
-    ran = subprocess.run(
+    ran = fork_server.run(
         [sys.executable, "-c", NAME_OF_THE_FILE],
         cwd=Path(__file__).parents[2],
         capture_output=True,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import free_port
+from tests.fork_server import Program
 from tests.runs import ROOT
 
 SCRIPT = """
@@ -94,7 +95,7 @@ def told_by(folder: Path, count: int) -> list[dict]:
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     script = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(count)]
     runs = [
-        subprocess.Popen(
+        Program(
             [*script, str(process), port, str(file)],
             env=variables,
             cwd=ROOT,

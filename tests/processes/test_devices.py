@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes.devices import configure_cpu_devices, count_devices
+from tests import fork_server
 
 
 def devices_with(**environment: str) -> tuple[int, str | None]:
@@ -23,7 +23,7 @@ def devices_with(**environment: str) -> tuple[int, str | None]:
     program += (
         "configure_cpu_devices(3); print(json.dumps([jax.device_count(), os.environ.get('NPROC')]))"
     )
-    found = subprocess.run(
+    found = fork_server.run(
         [sys.executable, "-c", program],
         env=inherited | environment,
         capture_output=True,

@@ -14,6 +14,7 @@ from jaxspec.processes import joining, places
 from jaxspec.processes.joining import join_job
 from jaxspec.processes.places import JobMember
 from tests.conftest import free_port
+from tests.fork_server import Program
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_python_that_is_held_up_is_not_taken_for_dead() -> None:
     """
     port = str(free_port())
     runs = [
-        subprocess.Popen(
+        Program(
             [sys.executable, "-c", textwrap.dedent(script), port, str(process)],
             stderr=subprocess.PIPE,
             text=True,

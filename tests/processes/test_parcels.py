@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 from tests.conftest import free_port
+from tests.fork_server import Program
 
 SCRIPT = """
 import sys
@@ -35,8 +36,7 @@ def test_parcels_reach_whom_they_are_for() -> None:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
     port = str(free_port())
     started = [
-        subprocess.Popen([*command, str(me), port], stderr=subprocess.PIPE, text=True)
-        for me in range(3)
+        Program([*command, str(me), port], stderr=subprocess.PIPE, text=True) for me in range(3)
     ]
     for each in started:
         _, told = each.communicate(timeout=120)

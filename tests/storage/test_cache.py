@@ -19,6 +19,7 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import cache
 from jaxspec.system.files import DamagedFileError, SaveError, atomic_replace, hash_file
 from tests.conftest import free_port
+from tests.fork_server import Program
 
 TREE = {
     "matrix": jnp.arange(48.0).reshape(6, 8),
@@ -285,7 +286,7 @@ def test_cache_builds_once_for_two_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "JAXSPEC_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
     runs = [
-        subprocess.Popen(
+        Program(
             [*command, word],
             env=environment,
             stdin=subprocess.PIPE,
@@ -329,11 +330,11 @@ TOGETHER = """
 """
 
 
-def together(*caches: Path) -> list[subprocess.Popen[str]]:
+def together(*caches: Path) -> list[Program]:
     """Two processes that build together, each with its own idea of where the cache is."""
     port = str(free_port())
     return [
-        subprocess.Popen(
+        Program(
             [sys.executable, "-c", textwrap.dedent(TOGETHER), str(me), port],
             env={**os.environ, "JAXSPEC_CACHE": str(folder)},
             stdout=subprocess.PIPE,

@@ -20,7 +20,9 @@ from jaxspec.inputs.checked import ConfigError
 from jaxspec.storage import cache
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.files import SaveError
+from tests import fork_server
 from tests.conftest import free_port
+from tests.fork_server import Program
 from tests.storage.saved import a_state, assert_same, on_mesh
 
 
@@ -185,7 +187,7 @@ def test_a_full_disk_is_one_line_of_output(tmp_path: Path) -> None:
         sys.exit(report_errors(work))
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    ended = subprocess.run(
+    ended = fork_server.run(
         command,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
@@ -313,7 +315,7 @@ def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path: P
     }
     command = [sys.executable, "-c", textwrap.dedent(script), port]
     runs = [
-        subprocess.Popen(
+        Program(
             [*command, str(index), str(tmp_path)],
             env=environment,
             stderr=subprocess.PIPE,
