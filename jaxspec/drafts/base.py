@@ -259,7 +259,8 @@ class FileFacts(NamedTuple):
     """Form of an EAGLE-3 head."""
 
 
-class Learned(NamedTuple, Generic[_LearnedSpec]):
+@dataclass(frozen=True)
+class Learned(Generic[_LearnedSpec]):
     """Functions of a draft kind that has weights."""
 
     decoder_spec: Callable[[_LearnedSpec], ModelSpec]
@@ -303,7 +304,8 @@ class Learned(NamedTuple, Generic[_LearnedSpec]):
     """(network, ids) -> network restricted to these tokens of the policy's vocabulary."""
 
 
-class Kind(NamedTuple, Generic[_Spec]):
+@dataclass(frozen=True)
+class Kind(Generic[_Spec]):
     """Definition of a draft kind.
 
     `kinds.py` registers it under its `rollout.draft.kind`.

@@ -50,7 +50,7 @@ class DraftCheck(NamedTuple):
 
 def measure_agreement(
     generator: Generator,
-    kind: Learned,
+    kind: Learned[Any],
     policy: Decoder,
     network: PyTree,
     tokens: Int[np.ndarray, "B S"],
