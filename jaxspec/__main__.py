@@ -1,4 +1,4 @@
-"""What there is to run: `python -m jaxspec`."""
+"""Lists the programs: `python -m jaxspec`."""
 
 import argparse
 import sys
@@ -28,11 +28,11 @@ PROGRAMS = {
     ),
     "bench": ("BENCH ...", "measurements: generate, step, drafts, load, roofline"),
 }
-"""Programs of the package, with what they cannot do without and what they are for."""
+"""Programs of the package, each with its required arguments and its purpose."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Lists the programs, or says the version; returns the exit status."""
+    """Lists the programs, or prints the version. Returns the exit status."""
     programs = "\n".join(
         f"  python -m jaxspec.{name:12}{arguments:27}{about}"
         for name, (arguments, about) in PROGRAMS.items()

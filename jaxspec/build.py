@@ -118,7 +118,7 @@ def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
     if settings.function:
         surrogate = losses.import_surrogate(settings.function)
     low, high = settings.importance_bounds
-    # GSPO weighs whole sequences. A user's function replaces it, and is of tokens.
+    # GSPO weighs whole sequences. A user's function that replaces it weighs tokens.
     by_sequence = settings.kind == "gspo" and not settings.function
     correction = {
         "none": loss_terms.keep_weights,
@@ -178,7 +178,7 @@ def _build_learner(
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         learning_rate=rate,
         recompute=config.loss.logprobs == "recompute",
-        # Recorded logprobs are not reused if the learning pass has old ones, or nothing reads them.
+        # No limit if nothing reads old logprobs, or if the learning pass computes them itself.
         max_probability_factor=(
             config.loss.reuse_below
             if config.needs_old_logprobs and not config.is_on_policy
@@ -247,7 +247,7 @@ def _build_policy_optimizer(
 def _store_moments(
     dtype: str, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Stores the moments of an optimizer in `dtype`."""
+    """Returns an optimizer that stores its moments in `dtype`."""
     return optimizer if dtype == "float32" else optimizers.with_state_dtype(dtype, optimizer)
 
 
@@ -258,7 +258,7 @@ MICRO_BATCH, MICRO_BATCH_CPU = 16_384, 320
 
 
 def default_micro_tokens(config: ResolvedConfig, mesh: Mesh) -> int:
-    """Returns the default tokens of a micro-batch: full rows, then full tiles."""
+    """Returns the default tokens of a micro-batch: full rows, rounded up to tiles."""
     longest = config.row_length - 1  # the last token of a row is only a label
     rows = config.batch.prompts * config.batch.group_size // meshes.row_shard_count(mesh)
     target = MICRO_BATCH if meshes.has_accelerators(mesh) else MICRO_BATCH_CPU
@@ -274,7 +274,7 @@ PAGE, SLOTS = 64, 256
 
 
 class AutomaticSizes(NamedTuple):
-    """Sizes to be chosen by device memory."""
+    """Flags of the sizes that are chosen by device memory."""
 
     tokens: bool
     """Tokens of a micro-batch."""
@@ -345,7 +345,7 @@ def _build_generator(
             return policy, WeightLayout()
         # A draft first reads all new tokens of its slots in one pass, which gives its first token.
         read_tokens = learned_kind.block_size(length) * slots
-        # The others take one pass each.
+        # Each of its other tokens takes a pass.
         passes = (read_tokens, slots) if length > 1 else (read_tokens,)
         return policy, fastest_layout(learned_kind.decoder_spec(config.draft_spec), *shard, passes)
 
@@ -370,7 +370,7 @@ def _build_generator(
 
 
 def draft_lengths(draft: DraftConfig, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the draft lengths that rounds choose from. Empty if there is only one."""
+    """Returns the draft lengths that rounds choose from, or no length if there is no choice."""
     lengths = draft.length_choices if draft.is_enabled else ()
     if not lengths or not meshes.has_accelerators(mesh):
         return lengths
@@ -382,7 +382,7 @@ def draft_lengths(draft: DraftConfig, mesh: Mesh) -> tuple[int, ...]:
 def _choose_verification(
     config: ResolvedConfig, mesh: Mesh, processing: Processing
 ) -> Verification:
-    """Chooses fused verification on accelerators, plain on CPUs."""
+    """Chooses fused verification on accelerators that support it, otherwise the plain form."""
     # On accelerators, memory bounds passes over the vocabulary, and the fused form makes fewer. On
     # CPUs, tokens stay those of the plain form. "coupled" needs noise of the full vocabulary.
     can_fuse = config.rollout.verify != "coupled" and is_supported(processing)

@@ -41,9 +41,15 @@ from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
 from jaxspec.drafts.kinds import get_kind
 from jaxspec.host import memory
-from jaxspec.host.check_report import CheckResult, StepTarget, as_json, format_gib, print_report
+from jaxspec.host.check_report import (
+    CheckResult,
+    StepTarget,
+    format_gib,
+    print_report,
+    result_to_json,
+)
 from jaxspec.host.fit import DoesNotFit, FittedStep, fit_step
-from jaxspec.host.job import make_job, run_without_saving, start_jax
+from jaxspec.host.job import configure_jax, make_job, run_without_saving
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.inputs.checked import require
 from jaxspec.models.attention import BLOCK
@@ -85,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     with disable_cache():
         result = check_run(config, options)
     if options.json:
-        print(json.dumps(as_json(name, result)))
+        print(json.dumps(result_to_json(name, result)))
     else:
         print_report(name, result, Screen())
     return 1 if result.reason else 0
@@ -130,7 +136,7 @@ def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
         used_target = target._replace(devices=[*mesh.devices.flat])
         job = make_job(resolved, mesh)
         check_folders(resolved, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
-        # Missing data cannot be tried with the rewards.
+        # The rewards cannot be tried on data that is missing here.
         unread_data = {item for item in unchecked if item.startswith("data.")}
         scorers = make_scorers(resolved)
         if not unread_data and not config.mixture:
@@ -162,7 +168,7 @@ def make_target(config: ResolvedConfig, name: str, count: int) -> StepTarget:
         f"no --devices: give their number, or --hardware {LOCAL_DEVICES} for those that there are",
     )
     if name == LOCAL_DEVICES:
-        start_jax(config, count)
+        configure_jax(config, count)
         available = count_devices()
         require(count <= available, f"--devices {count}: JAX finds {available} here")
         return StepTarget(LOCAL_DEVICES, None, jax.devices()[: count or available], virtual=False)
@@ -172,7 +178,7 @@ def make_target(config: ResolvedConfig, name: str, count: int) -> StepTarget:
     jax.config.update("jax_platforms", "cpu")
     if hardware.has_cuda_plugin():
         set_check_options()
-    start_jax(config, count)
+    configure_jax(config, count)
     if hardware.has_cuda_plugin():
         return StepTarget(name, card, list(hardware.topology_devices(card, count)), virtual=False)
     available = count_devices()
@@ -242,7 +248,7 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
     state, _, _ = abstract_arguments(step, prompts)
     networks = state.learner.policy.network, state.learner.draft.network
     size = jax.numpy.dtype(config.model.dtype).itemsize
-    # A sync gathers what is sharded over `data`. `expert` and `tensor` stay sharded.
+    # A sync gathers weights over `data`. They stay sharded over `expert` and `tensor`.
     synced = 0
     for leaf in jax.tree.leaves(networks):
         entries = [meshes.entry_axes(entry) for entry in leaf.sharding.spec]
@@ -277,10 +283,9 @@ def program_expectations(fit: FittedStep, config: ResolvedConfig) -> findings.St
 
 
 def count_active_weights(step: Step, config: ResolvedConfig) -> int:
-    """Counts weights of the policy per token.
+    """Counts the policy's weights that a token is multiplied with.
 
-    These are the weights that a token is multiplied with. Excludes the embedding table, and the
-    experts that a token is not sent to.
+    Excludes the embedding table, norms and biases, and the experts that a token is not sent to.
     """
     network = jax.eval_shape(step.init_policy)
     policy: Decoder = network.base if isinstance(network, AdaptedDecoder) else network

@@ -47,7 +47,7 @@ from jaxspec.evaluation.program import compile_evaluator
 from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.evaluation.tables import build_comparison_table, build_results_table
 from jaxspec.hf.pretrained import fingerprint_checkpoint
-from jaxspec.host.job import Job, report_errors, run_config
+from jaxspec.host.job import Job, run_and_report_errors, run_config
 from jaxspec.host.loaded_run import (
     SavedRun,
     check_draft_weights,
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         Screen().print(build_comparison_table(first, second, differences))
         return 0
     run = find_run(options.checkpoint) if options.checkpoint else None
-    config = evaluation_config(words, run)
+    config = load_evaluation_config(words, run)
 
     def resolve(report: Callable[[str], Any]) -> ResolvedConfig:
         resolved = use_run_sizes(config, run) if run else resolve_config(config, report)
@@ -129,8 +129,8 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def evaluation_config(words: Sequence[str], run: SavedRun | None) -> Config:
-    """Returns the config of an evaluation.
+def load_evaluation_config(words: Sequence[str], run: SavedRun | None) -> Config:
+    """Loads the config of an evaluation from the command line.
 
     With a run, `words` change the config of that run.
     """
@@ -173,7 +173,7 @@ def drop_training_sets(config: Config) -> Config:
 
 
 def require_draft_weights(config: ResolvedConfig, run: SavedRun | None) -> None:
-    """Raises `ConfigError` if the draft has no weights."""
+    """Raises `ConfigError` if a learned draft comes from neither a run nor a folder."""
     draft = config.rollout.draft
     require(
         run is not None or not draft.is_learned or bool(draft.path),
@@ -192,7 +192,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
     """Answers the remaining problems, and reports the results. Returns the exit status.
 
     Raises:
-      Diverged: a set has no result.
+      Diverged: no answer to a set has a reward.
     """
     with interrupt.exit_on_signal("starting"):
         scorers = make_scorers(job.config)
@@ -203,7 +203,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
             *scorers.remarks,
         ):
             job.say(line)
-        # After bad data was refused, which should leave no trace in the folder.
+        # After the data is read, since data that is refused should leave no trace in the folder.
         claim_folder(job.config, job.mesh, folder, run)
         try_scorers(job.config, sets, scorers)
         start_time = time.perf_counter()
@@ -213,7 +213,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
         )
         job.say(f"compiled in {time.perf_counter() - start_time:.1f} s")
     records = RecordFile(folder, jax.process_index())
-    # A killed process may have left half a line. The complete ones stay.
+    # A killed process may have left half a line. Complete lines stay.
     records.truncate_from(float("inf"))
     answered = records.load_records()
     remaining = evaluator.remaining_chunks(answered)
@@ -256,7 +256,10 @@ def answer_problems(
     records: RecordFile,
     interrupt: Interrupt,
 ) -> list[ProblemRecord] | None:
-    """Answers chunks of problems and appends their records. None if it was asked to stop."""
+    """Answers chunks of problems, and appends their records.
+
+    Returns the new records, or None if it was interrupted.
+    """
     poll_count, tokens, rounds, start_time = 0, 0, 0, time.perf_counter()
     new_records: list[ProblemRecord] = []
 
@@ -289,7 +292,7 @@ def refuse_run_folder(folder: Path) -> None:
 
 
 def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun | None) -> None:
-    """Writes down what is evaluated in the folder.
+    """Records in the folder which policy, data and settings are evaluated there.
 
     Raises:
       ConfigError: the folder has answers of another evaluation.
@@ -302,11 +305,11 @@ def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun
         "config": to_json(config),
         "data": data_digests(config),
         "weights": weights,
-        # Both decide which process answers a problem, and in which call.
+        # Processes and mesh decide which process answers a problem, and in which call.
         "mesh": {"processes": jax.process_count(), **dict(mesh.shape)},
     }
 
-    def check_claim() -> None:
+    def compare_or_write() -> None:
         file = folder / EVALUATION_FILE
         # A folder without answers may be claimed again, with other settings.
         if not file.exists() or not RecordFile(folder, 0).load_records():
@@ -315,7 +318,7 @@ def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun
         saved = read_json(file)
         saved |= {"config": rename_settings(saved.get("config", {}))}
         saved_claim, current_claim = flatten_settings(saved), flatten_settings(claim)
-        # Differences in these change no answer.
+        # Differences in these settings change no answer.
         names = "workdir", "reward.workers", *SPEED_SETTINGS, *list_unread_sections(config)
         ignored = [f"config.{name}" for name in names]
         differences = [
@@ -331,12 +334,12 @@ def claim_folder(config: ResolvedConfig, mesh: Mesh, folder: Path, run: SavedRun
         )
 
     # Only process 0 is sure to see the folder.
-    check_in_process_0(check_claim)
+    check_in_process_0(compare_or_write)
 
 
 def without_optimizers(learner: Learner) -> Learner:
     """Removes the optimizers from a learner."""
-    # Their moments would take memory, and nothing is learned.
+    # Nothing is learned, and moments would take memory.
     identity = optax.identity()
     return replace(learner, policy_optimizer=identity, draft_optimizer=identity)
 
@@ -351,7 +354,8 @@ def load_weights(
 ) -> TrainState:
     """Loads policy and draft.
 
-    They come from `run`, or from the checkpoints that the config names.
+    They come from `run`. Without a run, the policy is the starting policy of the config, and the
+    draft comes from `rollout.draft.path`.
     """
     factors = None
     if run is None:
@@ -374,4 +378,4 @@ def load_weights(
 
 
 if __name__ == "__main__":
-    sys.exit(report_errors(lambda: main(sys.argv[1:])))
+    sys.exit(run_and_report_errors(lambda: main(sys.argv[1:])))

@@ -34,9 +34,9 @@ from jaxspec.hf.peft import adapter_config_json, adapter_tensors
 from jaxspec.hf.policy_config import policy_config_json
 from jaxspec.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, stream_tensors
 from jaxspec.hf.tensor_files import WEIGHTS_FILE, write_tensors
-from jaxspec.host.job import Job, make_job, run_without_saving, start_jax
+from jaxspec.host.job import Job, configure_jax, make_job, run_without_saving
 from jaxspec.host.loaded_run import SavedRun, check_tokenizer, find_run, read_state
-from jaxspec.host.workdir import require_outside_runs
+from jaxspec.host.workdir import require_outside_checkpoints
 from jaxspec.inputs.checked import CheckedConfig, require
 from jaxspec.models.lora import AdaptedDecoder, change_retention, merge_lora
 from jaxspec.processes.devices import count_devices
@@ -102,12 +102,12 @@ def export_run(run: SavedRun, options: ExportOptions) -> Path:
     """Writes the folder and returns it. If anything fails, there is no folder.
 
     Raises:
-      ConfigError: the folder exists, or the options do not fit the run.
+      ConfigError: no folder is named, it exists, or the options do not fit the run.
       SaveError: the folder cannot be written.
     """
     require(bool(options.out), f"no --out: name the folder to write; see {COMMAND} --help")
     out = expand_user_path(options.out, "--out")
-    require_outside_runs(out, "--out", "name another folder")
+    require_outside_checkpoints(out, "--out", "name another folder")
     require(
         not out.exists(),
         f"--out {options.out} exists already; name another folder, or remove it first",
@@ -122,7 +122,7 @@ def export_run(run: SavedRun, options: ExportOptions) -> Path:
         f"--draft speculators is for EAGLE-3 heads, and the run's draft is {kind}",
     )
     job = _open_job(replace(run.config, data=replace(run.config.data, tokenizer=tokenizer)))
-    # Renamed when it is complete, so that an interrupted export leaves no broken folder.
+    # The folder is renamed when it is complete, so that an interrupted export leaves none.
     partial_folder = temporary_folder(options)
     try:
         partial_folder.mkdir(parents=True)
@@ -140,8 +140,8 @@ def export_run(run: SavedRun, options: ExportOptions) -> Path:
 
 def temporary_folder(options: ExportOptions) -> Path:
     """Returns the folder for an incomplete export."""
-    # Next to the target, since only within a file system is a rename atomic. Host and process are
-    # in the name, so that two exports cannot write to the same folder.
+    # It lies next to the target, since a rename is atomic only within a file system. Host and
+    # process are in the name, so that two exports cannot write to the same folder.
     out = expand_user_path(options.out, "--out")
     return out.with_name(f"{out.name}.writing-{os.uname().nodename}-{os.getpid()}")
 
@@ -149,7 +149,7 @@ def temporary_folder(options: ExportOptions) -> Path:
 def _open_job(config: ResolvedConfig) -> Job:
     """Makes a job on all devices of this machine."""
     # The run's mesh may not exist here. Every device holds a shard of the weights.
-    start_jax(config, config.mesh.data * config.mesh.expert * config.mesh.tensor)
+    configure_jax(config, config.mesh.data * config.mesh.expert * config.mesh.tensor)
     count = count_devices()
     return make_job(replace(config, mesh=MeshConfig(data=count)), meshes.make_mesh(count, 1))
 
@@ -221,7 +221,8 @@ def _write_adapter(
     """Writes the trained adapters, and their base if needed."""
     base = config.model.path
     (folder / "adapter").mkdir()
-    # Adapters that the run started from were merged into its base, which no folder has yet.
+    # No folder has the base yet if the run merged other adapters into it, or began without
+    # `model.path`.
     if config.lora.path or not base:
         base = str(out / "base")
         (folder / "base").mkdir()

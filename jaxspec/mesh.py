@@ -23,13 +23,13 @@ of a shard run in lockstep and hold its experts between them."""
 # ---- layouts of weights
 
 LogicalAxes = tuple[str | None, ...]
-"""Name of each dimension of a weight; None for one that is never sharded."""
+"""Name of each dimension of a weight. None marks one that is never sharded."""
 LAYERS = "layers"
 """First axis of the weights of stacked layers, which those of a single layer lack."""
 Rules = Mapping[str, tuple[str, ...]]
 """Mesh axes that shard each logical axis of weights. All rules have the same logical axes."""
-# The loop of a data shard ends when its own rows do, so weights cannot be gathered over `data` in
-# it.
+# Each data shard leaves its loop when its own rows have ended, so weights cannot be gathered over
+# `data` inside the loop.
 ROLLOUT_RULES: Rules = {
     LAYERS: (),
     "embed": (),
@@ -255,7 +255,7 @@ def sum_over_tensor(partial_sums: Any) -> Any:
 def max_over_experts(value: Any) -> Any:
     """Returns the maximum over `expert`, inside `shard_map_rows`.
 
-    For booleans that is whether any member has True.
+    For booleans, this tells whether any member has True.
     """
     # All members take part whenever tokens are sent to experts. They must therefore agree on trip
     # counts and branches, or they would wait for each other forever.
@@ -293,7 +293,7 @@ def use_plain_kernels() -> Iterator[None]:
 def device_kind_in_scope() -> str:
     """Returns the device kind of the mesh in scope.
 
-    Empty without a mesh, and inside `use_plain_kernels`.
+    The text is empty without a mesh, and inside `use_plain_kernels`.
     """
     if _PLAIN_KERNELS.get():
         return ""
@@ -304,6 +304,6 @@ def device_kind_in_scope() -> str:
 def has_gpus_in_scope() -> bool:
     """Returns whether the mesh in scope has NVIDIA GPUs.
 
-    False inside `use_plain_kernels`.
+    Inside `use_plain_kernels` this is always false.
     """
     return device_kind_in_scope().startswith("NVIDIA")

@@ -129,13 +129,13 @@ def options_from_config(config: ResolvedConfig) -> SampleOptions:
 def sampling_config(
     run: ResolvedConfig, options: SampleOptions, words: Sequence[str]
 ) -> ResolvedConfig:
-    """Returns a run's config for one prompt.
+    """Returns a run's config for answering one prompt at a time.
 
     It has the values of `options`, which were parsed from `words`.
 
     Raises:
-      ConfigError: the run has no weights of the draft, a draft setting has no effect, or the
-        tokenizer is missing.
+      ConfigError: the run has no weights of the draft, a draft setting has no effect, the tokenizer
+        is missing, or the answers are too many.
     """
     rollout = replace(run.rollout, **{name: getattr(options, name) for name in ROLLOUT_OPTIONS})
     longest = options.max_prompt_length + options.max_new_tokens
@@ -157,8 +157,8 @@ def sampling_config(
 
 
 def _adapt_to_single_row(rollout: RolloutConfig) -> RolloutConfig:
-    """Replaces lookups in the history by n-gram lookups."""
-    # A single row has no siblings and no earlier answers to look in.
+    """Replaces lookups in other rows or earlier answers by lookups in the row itself."""
+    # A single row has no siblings, and earlier answers are not stored here.
     lookup_kind = get_kind(rollout.lookup_kind).single_row_kind
     if not lookup_kind:
         return rollout
@@ -300,9 +300,9 @@ def _read_lines(console: Console) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers prompts of the command line or standard input.
+    """Answers the prompts of the command line or of standard input.
 
-    Returns the exit status, 2 if a prompt was refused.
+    Returns the exit status, which is 2 if a line of standard input was refused.
     """
     path, words = take_option(argv, COMMAND, "checkpoint", "RUN [--prompt TEXT]")
     prog = f"{COMMAND} --checkpoint {path or 'RUN'}"
@@ -324,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
             else replace(config, rollout=_adapt_to_single_row(config.rollout))
         )
     except ConfigError as error:
-        # Options here have no prefix, so users have to find `--draft.kind` in the message.
+        # Options here have no prefix `rollout.`, so the message must name them without it.
         raise ConfigError(re.sub(r"(?<![/\w])rollout\.(?=\w)", "", str(error))) from error
     problems = [encode_prompt(options.prompt, config, job.tokenizer)] if options.prompt else []
     console, start_time = Console(), time.perf_counter()

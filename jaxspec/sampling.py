@@ -201,7 +201,7 @@ def entropy(logprobs: Float[Array, "*B V"]) -> Float[Array, "*B"]:
 
 def row_keys(key: Key[Array, ""], rows: Int[Array, " B"], stream: int) -> Key[Array, " B"]:
     """Derives one key for each row."""
-    # From the global row number, so that a row has the same noise on every mesh.
+    # Keys depend on the global row number, so that a row has the same noise on every mesh.
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), stream))(rows)
 
 

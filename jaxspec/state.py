@@ -197,7 +197,8 @@ class ScoredRollout(Tree):
     # Data rather than structure, so that evaluations and the first call share the program of
     # training.
     learn: Bool[AnyArray, ""]
-    """Whether to learn from it in this call. False in the first call and in evaluations."""
+    """Whether to learn from it in this call. False in the first call, in evaluations, and if a
+    filter has left no token to read."""
 
 
 @pytree
@@ -209,7 +210,7 @@ class NetworkState(Tree):
     optimizer: PyTree
     """State of the optimizer."""
     skipped: Int[Array, ""]
-    """Updates skipped because loss or gradient were not finite."""
+    """Updates skipped because loss or gradient were not finite, or the batch had no labels."""
     skipped_in_row: Int[Array, ""]
     """Updates skipped since the last one that was not."""
 
@@ -298,7 +299,7 @@ class LearnerState(Tree):
     """Version of the policy: number of batches learned from."""
     recompute: Bool[Array, ""]
     """Whether to recompute old log-probabilities. If not, those of generation are used."""
-    # Cast to the type of products, which often takes half the memory. It is only read.
+    # It is only read, so it has the type of products, which often takes half the memory.
     reference: PyTree = None
     """Reference policy of the KL penalty. None without a penalty, or if it is the policy without
     its adapters."""

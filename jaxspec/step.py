@@ -65,7 +65,7 @@ class Step:
     """
     draft_kind: str
     init_draft: Callable[[], PyTree]
-    """Returns a draft with random weights. None if the draft has no weights."""
+    """Returns a draft with random weights, or None if the draft has no weights."""
     add_adapters: Callable[[Decoder], Decoder | AdaptedDecoder]
     """Adds adapters to a policy, if the run trains adapters."""
     online: bool
@@ -118,8 +118,8 @@ class Step:
 
         Returns the state, the rollout, and the metrics of learning and of generation.
         """
-        # Rotated by one: the host scores a rollout between two calls, so that the program needs no
-        # callback.
+        # Learning comes first, so that the host scores a rollout between two calls, and the program
+        # needs no callback.
         state, training_metrics = run_phase("train", self.learn, state, scored)
         weights = run_phase("prepare", self.sync, state)
         rollout = run_phase("generate", self.generator.generate, weights, prompts)
@@ -148,8 +148,10 @@ class Step:
     def _build_rewarded_batch(
         self, state: TrainState, scored: ScoredRollout
     ) -> tuple[TrainBatch, Metrics]:
-        """Builds the learner's batch. If KL is charged to the reward, subtracts it first and
-        returns its mean as a metric."""
+        """Builds the learner's batch, and charges KL to its rewards if the run does.
+
+        Also returns the metrics of this penalty.
+        """
         batch, penalty = self.build_batch(scored), self.kl_in_reward
         if penalty is None:
             return batch, {}
@@ -175,7 +177,7 @@ class Step:
         return self.generator.load(exported, state.generator)
 
     def build_batch(self, scored: ScoredRollout) -> TrainBatch:
-        """Builds the learner's batch from responses that have a reward."""
+        """Builds the learner's batch. The loss masks responses without a reward."""
         rollout = scored.rollout
         rewards = scored.rewards.astype(rollout.logprobs.dtype)
         loss_mask = response_mask(rollout) & scored.valid[:, None]

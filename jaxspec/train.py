@@ -61,7 +61,8 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
     with contextlib.ExitStack() as stack:
         with interrupt.exit_on_signal("starting"):
             start_record = starts.report_start(config, job.mesh, workdir, job.say)
-            # Before the problems, which may take long, so that a faulty reward is reported at once.
+            # Scorers come before the problems, which take long to read, so that a faulty reward is
+            # reported at once.
             scorers = make_scorers(config)
             sets = _load_problems(config, job.tokenizer, scorers, job.say)
             prompts, pad_id = config.batch.prompts, job.tokenizer.pad_id
@@ -127,7 +128,10 @@ def _load_problems(
 
 
 def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
-    """Makes the remaining calls, and closes the run. Returns the exit status."""
+    """Makes the remaining calls, and closes the run unless it is stopped before.
+
+    Returns the exit status.
+    """
     config, process, workdir = job.config, jax.process_index(), host.workdir
     with contextlib.closing(host.checkpoints), MetricsWriter(workdir, process) as writer:
         # Lines of batches that the checkpoint has not learned from are written again.
@@ -143,7 +147,7 @@ def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
         with contextlib.closing(profiler), Progress("rl", config.steps, process) as progress:
             loop = Loop(config, job.step, interrupt, host, writer, progress, profiler)
             is_done = loop.run_to_end(run)
-    workdirs.mark_saved(workdir)
+    workdirs.mark_checkpoint_saved(workdir)
     if not is_done:
         remedy = "goes on from there"
         if loop.unsaved:

@@ -33,10 +33,10 @@ from jaxspec.system.progress import Screen
 ABOUT = "Trains a draft on responses of the policy or on a text, and measures its acceptance."
 
 
-def closing_table(outcome: dict[str, Any], depths: int) -> Group:
-    """Builds the table of a draft's acceptance.
+def build_acceptance_table(outcome: dict[str, Any], depths: int) -> Group:
+    """Builds the table of a draft's acceptance at the first `depths` depths.
 
-    `outcome` is the record of its training. The table has the first `depths` depths.
+    `outcome` is the record of the draft's training.
     """
     table = Table(box=box.SIMPLE)
     for title in ("depth", "expected acceptance", "tokens a round"):
@@ -84,7 +84,9 @@ def main(job: Job, interrupt: Interrupt) -> int:
     weights = get_or_train_draft(job.config, job.step, job.tokenizer, text, interrupt, job.say)
     if jax.process_index() == 0:
         outcome = json.loads(weights.with_name(ACCEPTANCE).read_text(encoding="utf-8"))
-        Screen().print(closing_table(outcome, max(training.ttt_steps, draft.max_draft_length)))
+        Screen().print(
+            build_acceptance_table(outcome, max(training.ttt_steps, draft.max_draft_length))
+        )
     job.say(f"draft: {weights}")
     return 0
 

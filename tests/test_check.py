@@ -57,7 +57,7 @@ def small() -> dict[str, Any]:
     )
     config, _ = load(*words)
     with check.disable_cache():
-        return check.as_json("small", check.check_run(config, options))
+        return check.result_to_json("small", check.check_run(config, options))
 
 
 class TestByHand:

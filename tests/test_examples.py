@@ -85,7 +85,7 @@ def test_examples_are_taken(shown: str) -> None:
             assert compare_evaluations(*options.compare)
             return
         run = find_run(options.checkpoint) if options.checkpoint else None
-        config = evaluate.evaluation_config(words, run)
+        config = evaluate.load_evaluation_config(words, run)
         whole = evaluate.use_run_sizes(config, run) if run else ResolvedConfig.from_config(config)
         evaluate.require_draft_weights(whole, run)
         opens(whole)

@@ -72,7 +72,7 @@ OTHERS = [("eagle3", "speculators"), ("mtp", "raw"), ("mimo", "raw"), ("model", 
 @pytest.fixture(autouse=True)
 def _started(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX has been started, with eight devices."""
-    monkeypatch.setattr(program, "start_jax", lambda config, devices: None)
+    monkeypatch.setattr(program, "configure_jax", lambda config, devices: None)
 
 
 def config_of(kind: str) -> ResolvedConfig:

@@ -18,7 +18,7 @@ from jaxspec.config.settings import DataConfig, OfflineConfig
 from jaxspec.data.problems import load_problems
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.system.interrupt import Interrupt
-from jaxspec.train_draft import closing_table, main
+from jaxspec.train_draft import build_acceptance_table, main
 from tests import fork_server
 from tests.conftest import tiny_model
 from tests.fork_server import Program
@@ -40,7 +40,7 @@ class TestClosingTable:
             **changes,
         }
         text = io.StringIO()
-        Console(file=text, width=100).print(closing_table(reached, depths))
+        Console(file=text, width=100).print(build_acceptance_table(reached, depths))
         return text.getvalue()
 
     def test_depths_and_the_tokens_they_would_keep(self) -> None:

@@ -16,7 +16,7 @@ from jaxspec.config.settings import EvalConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.evaluation.evaluator import Evaluator
 from jaxspec.host.comparison import SpeedComparison
-from jaxspec.host.job import Job, make_job, report_errors
+from jaxspec.host.job import Job, make_job, run_and_report_errors
 from jaxspec.metrics.files import MetricsWriter
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
@@ -332,7 +332,7 @@ def test_a_run_without_a_result_ends_as_one(
         close = functools.partial(
             close_run, job.config, job.step, batches.source, run, tmp_path, job.say, unsaved
         )
-        status = report_errors(close)
+        status = run_and_report_errors(close)
         told = capsys.readouterr()
         assert "4 batches" in told.out
         assert status == (1 if words else 0)

@@ -1,5 +1,5 @@
 """Benchmarks.
 
-Each prints tables and a last line of JSON. An example is `python -m jaxspec.bench generate --model
-DIR`.
+Each prints its results, and a last line of JSON. An example is `python -m jaxspec.bench generate
+--model DIR`.
 """

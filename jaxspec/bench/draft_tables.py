@@ -42,7 +42,7 @@ def _format_depths(values: list[float], row: dict[str, Any]) -> str:
 
 
 def _empty_table(name: str, *titles: str) -> Table:
-    # Padding and edges would take columns that the numbers need.
+    # Padding and edges would take width that the numbers need.
     table = Table(box=box.SIMPLE, title=name, title_justify="left", padding=0, show_edge=False)
     # A wrapped name would be hard to match with its row.
     table.add_column("draft", no_wrap=True)

@@ -112,10 +112,11 @@ def compare_drafts(
 
 
 def _check_request(config: ResolvedConfig) -> None:
-    """Checks that the drafts can be compared.
+    """Checks that the drafts can be trained and compared here.
 
     Raises:
-      ConfigError: drafts are not trained, or do not have the same length, or processes are several.
+      ConfigError: drafts are not trained, choose their length, or come from a folder. Or the job
+        has several processes.
     """
     require(
         config.offline.steps > 0,
@@ -178,19 +179,19 @@ def _with_acceptance(step: Step, acceptance: float) -> Step:
 
 
 def _fill_history(benches: list[VariantBench], sources: list[PromptSource], count: int) -> None:
-    """Stores earlier answers to the prompts of `count` batches.
+    """Stores earlier answers to the prompts of `count` batches, for drafts that look them up.
 
-    The same policy gives them by plain decoding.
+    The first bench gives them, by plain decoding of the same policy.
     """
     plain, plain_source = benches[0], sources[0]
     for index in range(count):
         batch = plain_source.place_training(index)
-        # With the noise of the batch itself, the history would hold the answers to come.
+        # With the noise of the batch itself, these would be the very answers that are measured.
         rollout = plain.generate(
             batch.replace(stream=put_like(np.int32(Stream.REMEMBER), batch.stream))
         )
         for source in sources:
-            source.remember(index, rollout)
+            source.remember_answers(index, rollout)
 
 
 def _run_benches(benches: list[VariantBench], sources: list[PromptSource], calls: int) -> None:
@@ -216,7 +217,7 @@ def _time_benches(benches: list[VariantBench], sources: list[PromptSource]) -> N
             progress.update(number + 1)
 
 
-def _is_acceptance(text: str) -> bool:
+def _is_valid_acceptance(text: str) -> bool:
     try:
         number = float(text)
     except ValueError:
@@ -225,7 +226,7 @@ def _is_acceptance(text: str) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark."""
+    """Runs the benchmark. Returns the exit status."""
     command, usage = "python -m jaxspec.bench drafts", "--config NAME.py[:SCALE]"
     rows, argv = take_option(argv, command, "rows", f"N {usage}", "512")
     generic, argv = take_option(argv, command, "generic", f"PATH {usage}", "generic")
@@ -233,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
     problem = ""
     if not rows.isdecimal() or int(rows) < 1:
         problem = f"--rows is {rows!r}; it must be a whole number of answers, at least 1"
-    elif not _is_acceptance(length):
+    elif not _is_valid_acceptance(length):
         problem = (
             f"--synthetic_acceptance is {length!r}; it must be the tokens kept of a round of"
             f" {SYNTHETIC_LENGTH} drafts, from 1 to {SYNTHETIC_LENGTH + 1}, or 0 to verify drafts"

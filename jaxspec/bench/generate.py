@@ -45,8 +45,8 @@ def time_whole_calls(
 ) -> tuple[CallTimings, Rollout, float]:
     """Times calls from text to text.
 
-    Returns their times, the last rollout, and the seconds of compiling. `phases` gets the seconds
-    of the last call's phases.
+    Returns their times, the last rollout, and the seconds of compiling. Writes the seconds of the
+    last call's phases into `phases`.
     """
     options = loaded.options
     texts = loaded.prompt_texts(options.batch)
@@ -79,7 +79,7 @@ def time_whole_calls(
         assert len(answer_texts) == options.batch, "an answer for each prompt"
         names = ("tokenize", "generate", "detokenize")
         phases.update(zip(names, np.diff(timestamps).tolist(), strict=True))
-        # The record needs the statistics of a single rollout.
+        # Only the last rollout is kept, as the record needs the statistics of a single one.
         rollouts[:] = [rollout]
 
     # Fewer calls than the profiled range may follow, and closing writes their trace.
@@ -120,8 +120,8 @@ def measure_rounds(loaded: LoadedCheckpoint) -> list[dict[str, Any]]:
                 float(np.median(np.array(measurements[compared_length])[:, 0]))
                 for compared_length in (length, 0)
             )
-            # Token counts vary by chance, not by noise of the machine, and a median of skewed
-            # counts would be biased.
+            # Means, unlike for seconds: token counts vary by chance, not by noise of the machine,
+            # and a median of skewed counts would be biased.
             tokens_per_pass, tokens_per_round = np.mean(np.array(samples)[:, 1:], axis=0).tolist()
             row = {
                 "live": live,
@@ -145,8 +145,8 @@ def _time_lengths(
 ) -> dict[LengthSetting, list[tuple[float, float, float]]]:
     """Times rounds of each draft length on the same prompts.
 
-    A sample has seconds per round, tokens per pass and tokens per round. The first of the `prompts`
-    warm up.
+    A sample has seconds per round, tokens per pass and tokens per round. The first batch of
+    `prompts` warms up and gives no sample.
     """
     answerers = {}
     for length in lengths:
@@ -174,7 +174,7 @@ def _time_lengths(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark."""
+    """Runs the benchmark. Returns the exit status."""
     options = override_settings(
         GenerateOptions(), argv, "python -m jaxspec.bench generate --model DIR", ABOUT
     )
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     if rows:
         Console().print(build_rounds_table(rows))
     model, mesh = loaded.job.config.model, loaded.job.mesh
-    # The mean length of a row, over the steps of its answer.
+    # The work of a step is taken at the mean length of a row over the steps of its answer.
     length, itemsize = options.prompt + (options.new - 1) / 2, jnp.dtype(options.dtype).itemsize
     work = decode_work(model, options.batch, length, itemsize)
     roofline = read_roofline(options.dtype)

@@ -44,7 +44,7 @@ class LoadOptions(CheckedConfig, prefix="--"):
 def main(argv: Sequence[str]) -> int:
     """Loads a checkpoint onto the devices as training does.
 
-    Prints the seconds, and the peak of the host's memory meanwhile.
+    Prints the seconds, and the peak of the host's memory meanwhile. Returns the exit status.
     """
     options = override_settings(
         LoadOptions(), argv, "python -m jaxspec.bench load --model DIR", ABOUT
@@ -95,7 +95,7 @@ def _make_mesh(options: LoadOptions) -> Mesh:
     """Makes the mesh of the options.
 
     Raises:
-      ConfigError: there are fewer devices, or their number cannot be divided.
+      ConfigError: there are fewer devices, or --tensor does not divide their number.
     """
     # Must precede the first use of a device, which fixes their number. 0 means one per core.
     configure_cpu_devices(options.data * options.tensor)

@@ -27,7 +27,7 @@ from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import PromptStream, load_all_problems, pad_prompts
 from jaxspec.drafts.kinds import build_draft, build_network
 from jaxspec.hf.pretrained import open_policy_checkpoint
-from jaxspec.host.job import Job, start_jax
+from jaxspec.host.job import Job, configure_jax
 from jaxspec.host.programs import abstract_arguments, abstract_leaf, put_like
 from jaxspec.host.round_cost import make_length_chooser
 from jaxspec.inputs.checked import translate_settings
@@ -47,10 +47,10 @@ CPU_CACHE_BYTES = 2**25
 
 
 def choose_mesh(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh:
-    """Starts JAX and chooses the mesh of a benchmark.
+    """Starts JAX, and chooses the mesh of a benchmark.
 
-    The number of data shards divides the prompts, and is at most that of devices. A CPU has at
-    most one device per core.
+    It has data shards only. Their number divides the prompts. On accelerators it is the largest
+    that the devices allow. On a CPU there is at most one shard per core.
     """
     cores = min(options.threads or core_count(), core_count())
     model, prompt_count = config.model, config.batch.prompts
@@ -60,7 +60,7 @@ def choose_mesh(options: GenerateOptions, config: ResolvedConfig) -> meshes.Mesh
     is_read_bound = weight_bytes > CPU_CACHE_BYTES and options.batch < 2 * cores
     shards = 1 if is_read_bound else math.gcd(prompt_count, cores)
     largest_weight = model.embed * max(model.ffn, model.heads * model.head_size)
-    start_jax(config, shards, 1 if largest_weight < 2**19 else cores // shards)
+    configure_jax(config, shards, 1 if largest_weight < 2**19 else cores // shards)
     shard_counts = [count for count in range(1, count_devices() + 1) if prompt_count % count == 0]
     return meshes.make_mesh(shards if jax.default_backend() == "cpu" else max(shard_counts), 1)
 
@@ -72,8 +72,8 @@ def synthetic_rule(acceptance_length: float) -> Callable[..., Verdict]:
     alone decide, and each draft has the same chance. The rule reads the distributions as often as
     `block_rule`.
     """
-    # Bisection of the chance p, since the mean sum(p**depth) grows with it. 60 halvings go below
-    # the resolution of a float.
+    # Bisection finds the chance of a draft: the mean number of tokens grows with it. 60 halvings
+    # go below the resolution of a float.
     low, high = 0.0, 1.0
     for _ in range(60):
         midpoint = (low + high) / 2
@@ -92,7 +92,7 @@ def synthetic_rule(acceptance_length: float) -> Callable[..., Verdict]:
         target_at_draft, draft_at_draft = distributions.draft_token_logprobs(draft_tokens)
         log_weights = jnp.minimum(target_at_draft - draft_at_draft, 0)
         residual_mass = distributions.residual_mass(log_weights[:, :-1])
-        # Always true, but XLA does not know that. Without a use it would remove the mass.
+        # Always true, but XLA does not know that. It would remove a mass that nothing uses.
         possible = jnp.all(residual_mass >= 0, axis=1)
         accepted = jnp.where(
             possible, jnp.minimum(count_leading(coins < accept_probability), draft_counts), 0
@@ -165,9 +165,9 @@ class LoadedCheckpoint(NamedTuple):
         return [self.problems[call * count + index].prompt for index in range(count)]
 
     def encode_prompts(self, texts: Sequence[str], call: int) -> Prompts:
-        """Tokenizes texts and places them on the mesh.
+        """Tokenizes texts, truncates them to the prompt length, and places them on the mesh.
 
-        Truncates them to the prompt length. `call` numbers the noise.
+        `call` selects the noise.
         """
         tokenizer, width = self.job.tokenizer, self.options.prompt
         shapes = self.abstract_prompts(len(texts))
@@ -182,7 +182,7 @@ class LoadedCheckpoint(NamedTuple):
         )
 
     def abstract_prompts(self, rows: int) -> Prompts:
-        """Returns the shapes and shardings of prompts."""
+        """Returns shapes, dtypes and shardings of `rows` prompts."""
         if rows not in self.prompt_shapes:
             self.prompt_shapes[rows] = abstract_arguments(self.job.step, rows)[2]
         return self.prompt_shapes[rows]
@@ -214,8 +214,8 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Loads problems, policy and draft.
 
-    `adapt_config` changes the config that is made from the options. The policy may end its answers
-    to problems, but not those to random digits.
+    Each prompt has `group` answers. `adapt_config` changes the config that is made from the
+    options. The policy may end its answers to problems, but not those to random digits.
     """
     config = adapt_config(config_from_options(options, group, print))
     tokenizer, problems = load_tokenizer(config.data.tokenizer), None

@@ -1,4 +1,4 @@
-"""Measurements that all benchmarks share: memory and timed calls."""
+"""Measurements that benchmarks share: memory, timed calls, and a table of rounds."""
 
 import importlib.metadata
 import os
@@ -42,9 +42,10 @@ def package_versions() -> dict[str, str]:
 
 
 class PeakMemory:
-    """Peak of this process's anonymous memory, in bytes.
+    """Measures the peak of this process's anonymous memory inside the context.
 
-    It is sampled every 5 ms, and counted from the amount on entry.
+    `peak` has the bytes above those on entry, once the context has ended. Memory is sampled every
+    5 ms.
     """
 
     def __enter__(self) -> "PeakMemory":
@@ -162,8 +163,8 @@ def _busy_seconds() -> float:
     if not file.exists():
         return 0.0
     ticks = [int(word) for word in file.read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
-    # Fields 3 and 4 are idle and waiting for input or output. The guest fields after the eighth
-    # are counted in the first two already.
+    # `ticks` 3 and 4 are idle time and time of waiting for input or output. The guest fields after
+    # the eighth are counted in the first two already.
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -211,7 +212,7 @@ class Workload(Protocol):
 def common_fields(
     kind: str, workload: Workload, timings: CallTimings, tokens: int
 ) -> dict[str, Any]:
-    """Returns the fields that all records about a checkpoint have.
+    """Returns the fields that the records of `bench generate` and `bench step` share.
 
     `tokens` is the number of tokens per call.
     """

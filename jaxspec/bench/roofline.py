@@ -47,15 +47,12 @@ class Roofline(NamedTuple):
     flops_per_s: float
 
     def bandwidth_at(self, size: int) -> float:
-        """Returns the bandwidth of repeated reads of `size` bytes.
-
-        It is that of the nearest measured size.
-        """
+        """Returns the bandwidth at the measured size nearest to `size` bytes."""
         return self.bytes_per_s[min(self.bytes_per_s, key=lambda mib: abs(mib - size / 2**20))]
 
     def min_seconds(self, work: "DecodeWork") -> float:
-        """Returns the minimum seconds of a step."""
-        # Weights are read in each step, so their size tells which cache can hold them.
+        """Returns the minimum seconds of a decode step."""
+        # The same weights are read in each step, so their size tells which cache can hold them.
         return max(
             work.read_bytes / self.bandwidth_at(work.weight_bytes), work.flops / self.flops_per_s
         )
@@ -72,16 +69,16 @@ class DecodeWork(NamedTuple):
 
 
 def decode_work(model: ModelSpec, rows: int, length: float, itemsize: int) -> DecodeWork:
-    """Computes the work of a step of `rows`.
+    """Computes the work of a plain decode step of `rows` rows.
 
-    Each row has `length` tokens before it. A number takes `itemsize` bytes.
+    Each row has `length` tokens already. A number takes `itemsize` bytes.
     """
     family, query_size = model.family, model.heads * model.head_size
     kv_size = model.kv_heads * model.head_size
     ffn_weights = 3 * model.embed * model.ffn
     routed_experts = family.experts_per_token if family.experts else 1
-    # At most, since rows may share experts. A step reads each touched expert once, but computes
-    # those of every token.
+    # An upper bound, since rows may share experts. A step reads each touched expert once, but
+    # computes those of every token.
     touched_experts = min(family.experts, rows * routed_experts) if family.experts else 1
     attention_weights = 2 * model.embed * (query_size + kv_size)
     read_weights = (
@@ -93,7 +90,7 @@ def decode_work(model: ModelSpec, rows: int, length: float, itemsize: int) -> De
         + model.vocab * model.embed
     )
     cached_values = rows * model.layers * 2 * kv_size * (length + 1)
-    # Of the embedding each row reads one vector only. Each weight takes a multiplication and an
+    # Each row reads only one vector of the embedding. Each weight takes a multiplication and an
     # addition per row.
     return DecodeWork(
         itemsize * read_weights,
@@ -129,19 +126,16 @@ def _threaded_read_rate(mib: int, threads: int) -> float:
 
 
 def read_rate(mib: int) -> float:
-    """Measures bytes per second that a device reads.
-
-    The array has `mib` MiB.
-    """
+    """Measures bytes per second of reading an array of `mib` MiB on a device."""
     array = jnp.ones((mib * 2**18,), jnp.float32)
     sum_array = jax.jit(jnp.sum)
     return mib * 2**20 / _fastest_seconds(lambda: sum_array(array).block_until_ready())
 
 
 def copy_rate(mib: int) -> float:
-    """Measures bytes per second of a copy on a device.
+    """Measures bytes per second of copying an array of `mib` MiB on a device.
 
-    Reads and writes both count. The array has `mib` MiB.
+    Reads and writes both count.
     """
     array = jnp.ones((mib * 2**18,), jnp.float32)
     # A compiled identity would return its argument without a copy.
@@ -164,9 +158,9 @@ def _roofline_file(dtype: str) -> Path:
 
 
 def read_roofline(dtype: str) -> Roofline | None:
-    """Reads the saved roofline of this machine.
+    """Reads the saved roofline of this machine and `dtype`.
 
-    Returns None if there is none. If the file is damaged, prints a warning and returns None.
+    Returns None if there is none, or if the file is damaged, after a warning.
     """
     file = _roofline_file(dtype)
     if not file.exists():
@@ -194,13 +188,13 @@ class RooflineOptions(CheckedConfig, prefix="--"):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures for some seconds and saves the results.
+    """Measures for some seconds, and saves the results. Returns the exit status.
 
-    The file keeps the maximum of each number over all calls.
+    The file keeps the maximum of each rate over all runs of the benchmark.
     """
     options = override_settings(RooflineOptions(), argv, "python -m jaxspec.bench roofline", ABOUT)
     configure_cpu_devices(1)
-    count_devices()  # refuses with one line if there is no device
+    count_devices()  # raises ConfigError if there is no device
     # A single core cannot use all of a CPU's bandwidth, so one thread per core reads.
     on_cpu = jax.default_backend() == "cpu"
     read_rates = {
@@ -209,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     }
     current = Roofline(read_rates, product_rate(jnp.dtype(options.dtype)))
     previous = read_roofline(options.dtype) or current
-    # Load on the machine can only lower a rate, so the maximum is nearest to its limit.
+    # Other load can only lower a rate, so the maximum is nearest to the machine's limit.
     best_rates = {
         mib: max(rate, previous.bytes_per_s.get(mib, 0))
         for mib, rate in current.bytes_per_s.items()

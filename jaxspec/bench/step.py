@@ -27,7 +27,7 @@ from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import parse_range
 from jaxspec.host.comparison import compare_decoding
 from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like
-from jaxspec.host.round_cost import add_length_chooser
+from jaxspec.host.round_cost import fill_length_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes.devices import describe_machine
 from jaxspec.rl.draft_objective import UntrainedDraft
@@ -59,7 +59,7 @@ class Stepper:
         runner: StepSchedule,
         profiled_calls: range = range(0),
     ) -> None:
-        """Prepares the first step, and a trace of the calls in `profiled_calls`."""
+        """Makes the initial state, and prepares a trace of the calls in `profiled_calls`."""
         self._prompt_count = loaded.job.config.batch.prompts
         self._loaded, self._runner = loaded, runner
         self.profiler = Profiler(
@@ -73,9 +73,9 @@ class Stepper:
         state = jax.jit(
             step.init_state, out_shardings=step.state_shardings(), donate_argnums=(0, 1)
         )(*weights)
-        self.state, self._step = add_length_chooser(step, state, self.encode_prompts(0)), step
+        self.state, self._step = fill_length_chooser(step, state, self.encode_prompts(0)), step
         self.phase_seconds: list[dict[str, float]] = []
-        """Seconds of each phase that the runner measures, and of data and scoring, by call."""
+        """Seconds of data and scoring, and of each phase that the runner times, by call."""
         self.read_lengths: list[np.ndarray] = []
         """Positions of each row that learning reads, by call."""
         self.new_tokens: list[int] = []
@@ -83,7 +83,7 @@ class Stepper:
         self.rollout_metrics: list[dict[str, float]] = []
         """Metrics of each rollout."""
         self.learner_metrics: dict[str, float] = {}
-        """Metrics of the last learning."""
+        """Metrics of the last call's learning."""
 
     def encode_prompts(self, call_index: int) -> Prompts:
         """Encodes the prompts of a call."""
@@ -103,7 +103,7 @@ class Stepper:
         rewards = put_like(self._score_digits(result.rollout), self._template.rewards)
         lengths = np.asarray(result.rollout.lengths)
         # As in a run, rows that failed are not learned from. The last token of a text is only a
-        # target, so learning reads all positions but that one.
+        # label, so learning reads all positions but that one.
         is_complete = np.isin(np.asarray(result.rollout.status), (EOS, LENGTH))
         read_lengths = np.where(is_complete, lengths - 1, 0).astype(np.int32)
         plan = self._step.plan_batch(read_lengths)
@@ -198,7 +198,7 @@ def learning_flops(model: ModelSpec, read_lengths: np.ndarray) -> float:
     These are floating-point operations of a forward and a backward pass over rows of
     `read_lengths` positions. Output head and causal attention are included.
     """
-    # A length of 0 leaves out attention to other positions.
+    # A length of 0 leaves out attention to other positions, which is added below.
     token_flops = decode_work(model, 1, 0.0, 4).flops
     # Under the causal mask a position attends to half of the others on average.
     attention_flops = 4 * model.layers * model.heads * model.head_size * (read_lengths - 1) / 2
@@ -225,7 +225,7 @@ def measure_speculation(
     """Measures the step with plain decoding, and the speed-ups of speculation.
 
     These are the speed-ups of generation, of the step, and of a step with a logprob pass. The round
-    cost is measured by rounds, and computed from acceptance length and speed-up.
+    cost is given twice: by the seconds of rounds, and by acceptance length over speed-up.
     """
     step = loaded.job.step
     plain_step = dataclasses.replace(
@@ -262,13 +262,13 @@ def measure_step(
     startup_seconds: dict[str, float],
     fixed_logprob: float,
 ) -> dict[str, Any]:
-    """Measures whole steps, their phases and speculation.
+    """Measures whole steps, their phases and speculation, and returns the record.
 
-    Returns the record, with the given facts of the start.
+    `startup_seconds` and `fixed_logprob` are added to it.
     """
     step, config = loaded.job.step, loaded.job.config
     start_time = time.perf_counter()
-    # One program is what a run has by default, so whole steps are timed with it.
+    # Runs compile a step as one program by default, so whole steps are timed in that form.
     schedule = compile_fused_schedule(step, config.batch.prompts)
     stepper = Stepper(loaded, step, schedule, parse_range("--profile", options.profile))
     compile_seconds = time.perf_counter() - start_time
@@ -316,7 +316,7 @@ def measure_step(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark."""
+    """Runs the benchmark. Returns the exit status."""
     options = override_settings(
         StepOptions(), argv, "python -m jaxspec.bench step --model DIR", ABOUT
     )

@@ -13,7 +13,7 @@ from jaxspec.bench.variants import DraftVariant
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.drafts import draft_temperature
 from jaxspec.host.programs import SlicedAnswerer, abstract_arguments, put_like
-from jaxspec.host.round_cost import add_length_chooser
+from jaxspec.host.round_cost import fill_length_chooser
 from jaxspec.metrics.batch import read_depths
 from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.models.decoder import Decoder
@@ -37,7 +37,7 @@ class VariantBench:
 
     variant: DraftVariant
     sampling: str
-    """How drafts are drawn. Empty if they are not."""
+    """How drafts are drawn. Empty unless the draft is learned."""
     verify: str
     """How drafts are verified. Empty without a draft."""
     generator: Generator
@@ -132,9 +132,9 @@ class VariantBench:
 def _length_shares(statistics: Statistics, lengths: tuple[int, ...]) -> dict[str, float]:
     """Returns the share of rounds by draft length.
 
-    Empty if the generator has a single length.
+    The result is empty if rounds do not choose their length.
     """
-    # `draft_rounds` counts rounds of at least a length. Shares are differences of these counts.
+    # `draft_rounds` counts rounds of at least a length, so shares are differences of these counts.
     rounds = float(statistics.rounds.sum())
     shares_at_least = [
         float(statistics.draft_rounds[:, length - 1].sum()) / rounds if length else 1.0
@@ -170,7 +170,7 @@ def prepare_bench(
             text = read_training_text(config, tokenizer, say)
             file = get_or_train_draft(config, step, tokenizer, text, interrupt, say)
             network = load_tree(file, draft.network)
-    state = add_length_chooser(
+    state = fill_length_chooser(
         step,
         jax.jit(step.init_state, out_shardings=step.state_shardings())(policy, network),
         prompts,
@@ -191,6 +191,9 @@ def prepare_bench(
 def sampling_and_rule(
     variant: DraftVariant, config: ResolvedConfig, generator: Generator
 ) -> tuple[str, str]:
-    """Returns how a variant draws and verifies drafts, or empty strings."""
+    """Returns how a variant draws and verifies drafts.
+
+    The first text is empty unless the draft is learned, the second one without a draft.
+    """
     trainable, has_draft = config.rollout.draft.is_learned, generator.draft_length > 0
     return variant.sampling if trainable else "", variant.verify if has_draft else ""

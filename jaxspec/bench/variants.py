@@ -29,9 +29,9 @@ class DraftVariant(NamedTuple):
     verify: VerifyRule = "block"
     lookup: LookupKind = "none"
     is_generic: bool = False
-    """Whether `--generic` says its origin: a text that the policy did not write, or a folder."""
+    """Whether `--generic` names its origin: a text that the policy did not write, or a folder."""
     chooses_length: bool = False
-    """Whether each round chooses the draft length, instead of the config."""
+    """Whether each round chooses its draft length. If not, the config sets it."""
 
 
 # Plain decoding comes first: it is the baseline of round costs and speed-ups.

@@ -161,9 +161,9 @@ OPTIONS = {
 def config_from_options(
     options: GenerateOptions, group: int, log: Callable[[str], Any]
 ) -> ResolvedConfig:
-    """Makes a run's config from options.
+    """Makes a run's config from options, with `group` answers to each prompt.
 
-    With `group` 1 every answer is to a different prompt.
+    A config cannot have groups of one. With `group` 1, the caller sets the generator's group size.
     """
     draft = DraftConfig(
         kind=options.draft,
@@ -187,13 +187,12 @@ def config_from_options(
         seed=options.seed,
         model=ModelConfig(path=options.model, dtype=options.dtype),
         rollout=rollout,
-        # The default baseline refuses a group of one. Generators that do not learn set their own
-        # group size.
+        # The default baseline refuses a group of one.
         batch=BatchConfig(prompts=options.batch // group, group_size=max(group, 2)),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
         data=DataConfig(max_prompt_length=options.prompt),
         sft=SftConfig(steps=0),
-        # Nothing is trained offline, but a draft vocabulary of its own requires these settings.
+        # Nothing is trained offline, but a draft with a vocabulary of its own needs these settings.
         offline=OfflineConfig(samples=2, rows=1),
     )
     with translate_settings(OPTIONS):

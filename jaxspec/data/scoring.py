@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,15 +75,33 @@ def try_scorers(config: ResolvedConfig, sets: ProblemSets, scorers: SetScorers) 
 
     Raises:
       ConfigError: a verifier cannot read some reference answers, which are listed. Or a user's
-        function gives no reward for trial responses to a problem.
-      PoolError: the workers have failed.
+        function gives no reward for trial responses to a problem. Or the workers fail.
     """
     named_sets = [*config.sets_by_prefix.items()]
     for number, problems in sets.enumerate_sets():
         prefix, set_config = named_sets[number]
-        _require_readable_references(prefix, set_config.reward, scorers[number], problems)
-        if len(problems):
-            _require_trial_rewards(prefix, set_config, scorers[number], problems[0])
+        with _explain_pool_errors(prefix, set_config.reward.function):
+            _require_readable_references(prefix, set_config.reward, scorers[number], problems)
+            if len(problems):
+                _require_trial_rewards(prefix, set_config, scorers[number], problems[0])
+
+
+@contextlib.contextmanager
+def _explain_pool_errors(prefix: str, function: str) -> Iterator[None]:
+    """Names the setting whose workers failed.
+
+    Args:
+      prefix: text before the name of the setting.
+      function: the user's function that the workers call. Empty if they only verify.
+
+    Raises:
+      ConfigError: the pool fails in the context.
+    """
+    try:
+        yield
+    except PoolError as error:
+        setting = f"reward.function {function}" if function else "reward.verifier"
+        raise ConfigError(f"{prefix}{setting}: {error}") from error
 
 
 def _make_scorer(
@@ -114,7 +132,7 @@ def _make_scorer(
     scorer = Scorer(
         style, reward_parts, settings.all_weights, pool, settings.verifier, settings.rows
     )
-    try:
+    with _explain_pool_errors(prefix, function):
         if pool is not None:
             # The first call of a pool also reports an import that failed.
             [call_form] = pool([["form"]])
@@ -126,9 +144,6 @@ def _make_scorer(
             [sandbox] = pool([["sandbox"]])
             _require_sandbox(prefix, sandbox)
             remarks.append(f"{prefix}reward.verifier code runs programs in {SANDBOXES[sandbox]}")
-    except PoolError as error:
-        setting = f"reward.function {function}" if function else "reward.verifier"
-        raise ConfigError(f"{prefix}{setting}: {error}") from error
     return scorer
 
 

@@ -71,7 +71,8 @@ def majority_accuracy(answers: Sequence[str | None], correct: Sequence[bool]) ->
     """Computes the accuracy of a majority vote.
 
     The vote chooses the most frequent answer (Wang et al., arXiv 2203.11171), and one of them at
-    random if several are equally frequent. The result is the probability that it is correct.
+    random if several are equally frequent. The result is the probability that it is correct, and 0
+    without any vote.
 
     Args:
       answers: stated answers. None = no answer, which has no vote.
@@ -99,7 +100,8 @@ def estimate_mean(values: Sequence[float] | np.ndarray, is_share: bool = True) -
     """Estimates a mean and its 95 % interval.
 
     Shares get Wilson's score interval. Other values get an interval by the standard error of the
-    mean (Miller, arXiv 2411.00640). Without problems, all numbers are NaN.
+    mean (Miller, arXiv 2411.00640). A single value gets an interval of all possible means. Without
+    values, mean and interval are NaN.
 
     Args:
       values: one value for each problem.
@@ -139,7 +141,7 @@ def estimate_metrics(tally: AnswerTally, samples: int, has_votes: bool) -> dict[
     """Estimates the metrics of a set of problems.
 
     They are avg@k, cons@k and the mean reward for k = `samples`, and pass@k for powers of 2 and for
-    `samples`.
+    `samples`. With one sample, there is no pass@k and no cons@k.
 
     Args:
       tally: counts of the answers to each problem.

@@ -88,7 +88,7 @@ class Evaluator:
         return chunks
 
     def require_metric(self, name: str) -> None:
-        """Raises ConfigError unless evaluations have a metric `name`."""
+        """Raises ConfigError if `name` is neither empty nor a metric of evaluations."""
         # Without records, the estimates are NaN, but their names are the same.
         names = list(flatten_estimates(self.estimate_sets([])))
         require(
@@ -107,7 +107,7 @@ class Evaluator:
           stop: asked before each call whether to stop.
 
         Returns:
-          The records of this process's problems. None if `stop` returned true.
+          The records of this process's problems, or None if `stop` returned true.
         """
         records: list[ProblemRecord] = []
         for chunk in self.chunks:
@@ -143,7 +143,7 @@ class Evaluator:
     def answer_chunk(
         self, answer_prompts: PolicyAnswerer, chunk: ProblemChunk, stop: Callable[[], bool]
     ) -> list[ProblemRecord] | None:
-        """Answers the problems of a chunk. Works like `__call__`."""
+        """Answers the problems of a chunk. Arguments and result are those of `__call__`."""
         problem_set = self._problem_sets[chunk.set_name]
         problems: dict[int, Problem] = {
             position: problem_set.get_problem(number)
@@ -232,7 +232,7 @@ def flatten_estimates(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[s
     }
 
 
-def to_metrics(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
+def estimates_to_metrics(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
     """Converts estimates to metrics of a batch.
 
     A set whose answers were not judged has none.

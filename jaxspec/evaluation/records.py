@@ -25,7 +25,7 @@ class RecordFile:
 
     A line has these keys for one problem:
 
-    - `step`: number of the batch that the evaluated policy sampled.
+    - `step`: number of the batch that the evaluated policy sampled. 0 outside of runs.
     - `set`, `problem`: name of the set, and position in it.
     - `prompt`, `question`, `answer`: prompt, the problem in it, and the reference answer.
     - `correct`, `reward`: lists over responses. Null if a response failed or was not judged.
@@ -85,7 +85,7 @@ def compare_evaluations(first: str, second: str) -> dict[str, PairedDifference]:
       ConfigError: there is no such evaluation, a line is damaged, or no problem is in both.
     """
     lines = [_load_evaluation(source) for source in (first, second)]
-    # Earlier versions wrote no question, so problems are matched by prompt instead.
+    # Earlier versions wrote no question. Problems are then matched by prompt.
     key = (
         "question"
         if all(line.get("question") for evaluation in lines for line in evaluation)
@@ -144,8 +144,8 @@ def _correct_shares(lines: Iterable[Mapping[str, Any]], key: str) -> dict[str, d
     shares: dict[str, dict[str, float]] = {}
     for line in lines:
         judged = [is_correct for is_correct in line["correct"] if is_correct is not None]
-        # Texts identify problems, because positions change with the files of a set.
         if judged:
+            # Texts identify problems, because positions change with the files of a set.
             problem = normalize_text(line[key])
             shares.setdefault(line["set"], {})[problem] = sum(map(bool, judged)) / len(judged)
     return shares

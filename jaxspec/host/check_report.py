@@ -73,20 +73,16 @@ def describe_verdict(result: CheckResult) -> str:
     return f"it should run: {memory_text}{caveat}{warning_text}"
 
 
-def count_micro_batches(result: CheckResult) -> int:
-    """Counts a step's micro-batches on each data shard.
-
-    Assumes that all rows have full length.
-    """
+def estimate_micro_batches(result: CheckResult) -> int:
+    """Estimates a step's micro-batches on each data shard, for rows of full length."""
     step, config = result.fit.step, result.config
-    # The longest rows give the upper bound. Real rows are shorter, and more fit a micro-batch.
     shard_count = meshes.row_shard_count(step.learner.mesh)
     rows = config.batch.prompts * config.batch.group_size // shard_count
     # The last token of a row is only a label, never an input.
     return -(-rows * (config.row_length - 1) // step.learner.micro_tokens)
 
 
-def as_json(name: str, result: CheckResult) -> dict[str, Any]:
+def result_to_json(name: str, result: CheckResult) -> dict[str, Any]:
     """Converts the result to JSON values. Memory sizes are bytes on each device."""
     step, card = result.fit.step, result.target.card
     mesh = step.learner.mesh
@@ -109,7 +105,7 @@ def as_json(name: str, result: CheckResult) -> dict[str, Any]:
             "owners": {owner.name: owner.size for owner in result.fit.memory_uses},
             "remedies": {owner.name: owner.remedy for owner in result.fit.memory_uses},
         },
-        "micro_batches": count_micro_batches(result),
+        "micro_batches": estimate_micro_batches(result),
         "work": {phase: cost_to_json(cost) for phase, cost in result.analysis.cost_rows.items()},
         "sync_moves_each_weight": result.analysis.sync_moves,
         "warnings": result.warnings,
@@ -128,15 +124,15 @@ def print_report(name: str, result: CheckResult, screen: Screen) -> None:
     for item in result.unchecked:
         screen.print(f"not checked: {item}")
     screen.print(
-        _memory_table(result),
+        _build_memory_table(result),
         build_work_table(costs, result.target.card),
         build_collectives_table(costs),
     )
     slots = step.generator.settings.slots
     pages = f"{sizes.pages} pages of {sizes.page_size}" if sizes.page_size else "a page a row"
     screen.print(
-        f"{count_micro_batches(result)} micro-batches of {sizes.tokens} tokens a data shard if all"
-        f" rows have full length; {slots} slots, {pages}; sync sends"
+        f"{estimate_micro_batches(result)} micro-batches of {sizes.tokens} tokens a data shard if"
+        f" all rows have full length; {slots} slots, {pages}; sync sends"
         f" {result.analysis.sync_moves:.2f} times the bytes of the split weights"
     )
     for warning in result.warnings:
@@ -145,7 +141,7 @@ def print_report(name: str, result: CheckResult, screen: Screen) -> None:
     screen.print(describe_verdict(result), markup=False)
 
 
-def _memory_table(result: CheckResult) -> Table:
+def _build_memory_table(result: CheckResult) -> Table:
     table = Table("of each device", "GiB", "less with", box=box.SIMPLE)
     for owner in sorted(result.fit.memory_uses, key=lambda owner: -owner.size):
         table.add_row(owner.name, f"{owner.size / _GIB:.2f}", owner.remedy)

@@ -34,8 +34,9 @@ def compare_decoding(
 ) -> SpeedComparison:
     """Times generation with and without the draft.
 
-    Both answer the same prompts. Runs up to `repeats` pairs of calls within about `budget` seconds,
-    but at least one pair. Returns medians over the pairs.
+    Both variants answer the same prompts. After a pair of calls to warm up, times up to `repeats`
+    pairs within about `budget` seconds, but at least one. Times are medians over these pairs. The
+    numbers of passes are those of the first pair.
     """
     rollout_weights = jax.jit(step.sync)(state)
     no_draft = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
@@ -52,8 +53,8 @@ def compare_decoding(
         return [answerer.time_call(weights, prompts) for answerer, weights in answerers]
 
     start_time = time.perf_counter()
-    # Both answer the same prompts, so their lengths differ only by chance. This pair also warms up
-    # the programs, and its time sets the number of repeats.
+    # One pair suffices to count passes: answers to the same prompts differ in length only by
+    # chance. It also warms up the programs, and its time sets the number of repeats.
     passes = [int(jnp.sum(timed.rollout.statistics.rounds)) for timed in time_pair()]
     pair_seconds = np.float32(time.perf_counter() - start_time)
     # Each call has collectives, so all processes must make the same number of calls.

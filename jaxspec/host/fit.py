@@ -64,7 +64,8 @@ class DoesNotFit(ConfigError):
 
 
 LEARNING_MARGIN = 10
-"""Learning counts as the larger only if it exceeds generation by 1 / `LEARNING_MARGIN` of it."""
+"""Learning counts as the larger only if it exceeds generation by more than 1 / `LEARNING_MARGIN` of
+generation."""
 
 
 def fit_step(
@@ -89,7 +90,8 @@ def fit_step(
       limit: Bytes of memory on a device. 0 = the memory that JAX may use on this machine.
 
     Raises:
-      DoesNotFit: names each owner, its size and the setting that shrinks it.
+      DoesNotFit: The step exceeds memory, and its sizes cannot shrink further. The message names
+        each owner of memory, its size and the setting that shrinks it.
     """
     # All processes must choose the same sizes, so the smallest device decides.
     limit = limit or min_over_processes(device_memory())
@@ -121,9 +123,10 @@ def fit_step(
 def _suggest_engine_size(
     step: Step, prompts: int, compiled: CompiledStep, auto: AutomaticSizes, limit: int
 ) -> str:
-    """Suggests an engine setting that would fit.
+    """Suggests an engine setting that should fit.
 
-    Returns the end of a message. Empty on CPUs, or if no change of a fixed engine size would help.
+    Returns the end of a message. It is empty on CPUs, and if no change of a fixed engine size would
+    help.
     """
     paged = step.sizes.page_size > 0
     # Only the size that the user fixed is tried, as if it were automatic.
@@ -162,7 +165,8 @@ def _shrink_sizes(
     generation = {
         name: program for name, program in compiled.programs.items() if name not in LEARNERS
     }
-    # A step that is one program only reports the maximum over learning and generation.
+    # A step in a single program reports the maximum over learning and generation. Generation is
+    # then compiled by itself.
     generation = generation or {"generate": compile_generation_alone(step, prompts)}
     peak = peak_size(generation, usage.training)
     learner_peak = peak_size(learners, usage.training)
@@ -182,9 +186,10 @@ def _shrink_sizes(
 def _shrink_pool(
     step: Step, prompts: int, sizes: Sizes, auto: AutomaticSizes, pool: int, room: int
 ) -> Sizes:
-    """Shrinks the pool from `pool` to `room` bytes.
+    """Returns `sizes` with a pool of about `room` bytes, where it had `pool`.
 
-    If no smaller pool works, returns fewer slots, which also shrinks their temporaries.
+    If there are no pages, or too few would be left, reduces the slots. This also shrinks their
+    temporaries. Sizes that may not shrink stay as they are.
     """
     slots = step.generator.settings.slots
     if not sizes.page_size:

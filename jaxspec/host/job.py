@@ -96,11 +96,11 @@ def run_program(
 ) -> int:
     """Runs `body` with the job of the command line.
 
-    `swept_settings` and `used_settings` are passed to `load_config`. Returns the exit status: that
-    of `report_errors`, or 128 plus the number of the signal that stopped the program.
+    `swept_settings` and `used_settings` are passed to `load_config`. Returns the exit status of
+    `body`, or that of an error (`run_and_report_errors`).
     """
 
-    def work() -> int:
+    def load_and_run() -> int:
         config, _ = load_config(
             sys.argv[1:] if argv is None else argv,
             program,
@@ -110,7 +110,7 @@ def run_program(
         )
         return run_config(lambda say: resolve_config(config, say), body)
 
-    return report_errors(work)
+    return run_and_report_errors(load_and_run)
 
 
 def run_config(
@@ -128,7 +128,7 @@ def run_config(
         return body(job, interrupt)
 
 
-def report_errors(work: Callable[[], int]) -> int:
+def run_and_report_errors(work: Callable[[], int]) -> int:
     """Runs `work` and returns its exit status. Prints expected errors as one line.
 
     The status is 2 for errors that the user can fix: `ConfigError`, an unusable file, too little
@@ -140,7 +140,7 @@ def report_errors(work: Callable[[], int]) -> int:
     except (ConfigError, Diverged, MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
         message = _describe_error(error)
         if not message:
-            _report_unexpected(error)
+            _report_unexpected_error(error)
             raise
         if isinstance(error, jax.errors.JaxRuntimeError):
             # Lets a peer that failed first end this process, with the reason.
@@ -150,16 +150,16 @@ def report_errors(work: Callable[[], int]) -> int:
             print(f"error: {message}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, Diverged | jax.errors.JaxRuntimeError) else 2
     except Exception as error:
-        _report_unexpected(error)
+        _report_unexpected_error(error)
         raise
     # The other processes would wait for this one in their next collective.
     peers.leave_job(status, message)
     return status
 
 
-def _report_unexpected(error: Exception) -> None:
-    """Prints an unexpected error and ends this process. Does nothing for a single process."""
-    # `leave_job` exits without Python's own traceback.
+def _report_unexpected_error(error: Exception) -> None:
+    """Prints an unexpected error and ends this process, if the job has several processes."""
+    # The traceback is printed here, because `leave_job` exits without one.
     if peers.has_peers():
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
@@ -198,7 +198,7 @@ def _describe_error(error: Exception) -> str:
             " or use a larger machine"
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
-        # JAX has no type for this, only messages of the transport.
+        # JAX has no error type for a lost connection, only messages of the transport.
         connection_lost = jax.distributed.is_initialized() and _CONNECTION_LOST.search(str(error))
         peer_message = (
             "another process of the job has ended, and its own last lines say why"
@@ -213,20 +213,20 @@ def _describe_error(error: Exception) -> str:
 
 
 def run_without_saving(activity: str, work: Callable[[Interrupt], int]) -> int:
-    """Runs `work` as `report_errors` does. A signal during `activity` ends it at once."""
+    """Runs `work` as `run_and_report_errors` does. A signal during `activity` ends it at once."""
     with Interrupt(on_exit=peers.leave_job) as interrupt, interrupt.exit_on_signal(activity):
-        return report_errors(lambda: work(interrupt))
+        return run_and_report_errors(lambda: work(interrupt))
 
 
 def open_job(config: ResolvedConfig) -> Job:
-    """Starts JAX on all processes and builds the step."""
+    """Starts JAX, joins the processes of the job, and builds the step."""
     # A CPU runs one data shard per core, unless weights would be split over the shards. Its cores
     # share one memory, so splitting saves none, and many collectives can starve its few threads.
     split = largest_weight_size(config.model) >= config.mesh.shard_above
     members = config.mesh.expert * config.mesh.tensor
     shards = config.mesh.data or (1 if split else max(1, core_count() // members))
-    start_jax(config, shards * members)
-    join_job(process_identity(config))
+    configure_jax(config, shards * members)
+    join_job(collect_job_values(config))
     mesh = meshes.make_mesh(*check_config(config, count_devices(), jax.process_count()))
     job = make_job(config, mesh)
     # Errors in the input folders are reported before any long work.
@@ -239,12 +239,12 @@ def open_job(config: ResolvedConfig) -> Job:
     return job
 
 
-def process_identity(config: ResolvedConfig) -> dict[str, Any]:
-    """Returns values that all processes must share, by name.
+def collect_job_values(config: ResolvedConfig) -> dict[str, Any]:
+    """Collects the values that must be equal in all processes of a job, by name.
 
     These are settings, code, versions, tokenizer files and environment variables.
     """
-    # The programs follow from these values. Comparing programs would take minutes of compiling.
+    # Equal values give equal programs. To compare the programs themselves would take minutes.
     environment = {name: os.environ.get(name, "") for name in _PROGRAM_VARIABLES}
     environment["XLA_FLAGS"] = " ".join(
         word
@@ -274,8 +274,8 @@ def code_digest() -> str:
     return hashlib.sha256(read_sources("**/*.py").encode()).hexdigest()[:8]
 
 
-def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
-    """Configures JAX: 64-bit types, compilation cache and devices.
+def configure_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
+    """Configures JAX: 64-bit types, compilation cache, GPU options and devices.
 
     Must run before any use of a device. `devices` and `threads` are those of
     `devices.configure_cpu_devices`.
@@ -292,7 +292,7 @@ def start_jax(config: ResolvedConfig, devices: int, threads: int = 0) -> None:
 
 
 def largest_weight_size(model: ModelSpec) -> int:
-    """Counts the elements of the policy's largest array."""
+    """Returns the number of elements of the policy's largest array."""
     heads = max(model.heads, model.kv_heads) * model.head_size
     layer = model.embed * max(heads, model.ffn * max(1, model.family.experts))
     # Layers are stacked into one array, and so are the experts of a layer.
@@ -334,7 +334,8 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
 def _pin_day(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[ResolvedConfig, Tokenizer]:
     """Pins the date for chat templates.
 
-    The date is that of the config, else of the workdir, else today.
+    The date is that of the config, else of the workdir, else today. It is cleared if templates do
+    not read the clock.
     """
     # Otherwise prompts would change at midnight, and a resumed run would see other prompts.
     if not tokenizer.reads_clock:
@@ -355,7 +356,7 @@ def _read_day(workdir: str) -> str:
 
 
 def _check_banned_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
-    """Checks that `rollout.banned` leaves a choice of tokens."""
+    """Raises ConfigError unless `rollout.banned` leaves two tokens besides the end tokens."""
     rollout = config.rollout
     allowed_ids = set(range(min(tokenizer.size, config.model.vocab))) - set(rollout.banned)
     require(
@@ -372,7 +373,7 @@ def _check_banned_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
 
 
 def to_local_step(config: ResolvedConfig, step: Step, tokenizer: Tokenizer) -> Step:
-    """Returns a step on this process's devices only."""
+    """Builds a step on this process's devices. In a job of one process, that is `step` itself."""
     if jax.process_count() == 1:
         return step
     local_config = dataclasses.replace(
@@ -389,7 +390,7 @@ def _build_step(config: ResolvedConfig, mesh: Mesh, tokenizer: Tokenizer) -> Ste
 
 
 def with_full_pool(config: ResolvedConfig) -> ResolvedConfig:
-    """Returns the config with a pool of full size."""
-    # A number of pages in the config is meant for its own data shards, not for another mesh.
+    """Returns the config without its own number of pages, which leaves the pool at full size."""
+    # That number is meant for the config's own data shards, not for another mesh.
     engine = dataclasses.replace(config.rollout.engine, pages=0)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))

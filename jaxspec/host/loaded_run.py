@@ -21,9 +21,9 @@ from jaxspec.data.problem_source import Problem
 from jaxspec.data.problems import pad_prompts
 from jaxspec.drafts import draft_temperature
 from jaxspec.drafts.kinds import SECTIONS, DraftKind, get_kind
-from jaxspec.host.job import Job, make_job, start_jax, with_full_pool
+from jaxspec.host.job import Job, configure_jax, make_job, with_full_pool
 from jaxspec.host.programs import SlicedAnswerer, abstract_arguments, compile_ahead, put_like
-from jaxspec.host.starts import BEST, CHECKPOINTS, CONFIG, list_steps
+from jaxspec.host.starts import BEST, CHECKPOINTS, CONFIG, list_checkpoints
 from jaxspec.host.workdir import read_saved_config
 from jaxspec.inputs.checked import prefix_errors, require
 from jaxspec.inputs.streams import Stream
@@ -69,12 +69,14 @@ class SavedRun(NamedTuple):
 
 
 def find_run(path: str) -> SavedRun:
-    """Finds a checkpoint.
+    """Finds a run and one of its checkpoints.
 
-    `path` names a checkpoint, or a run whose newest one is used.
+    `path` names a checkpoint, the run's folder `best`, or the run. The latter two stand for their
+    newest checkpoint.
 
     Raises:
-      ConfigError: There is no run at the path, or the run has no such checkpoint.
+      ConfigError: There is no run at the path, its config cannot be read, or it has no such
+        checkpoint.
     """
     named = expand_user_path(path, "--checkpoint")
     names_number = (
@@ -90,7 +92,7 @@ def find_run(path: str) -> SavedRun:
         "rollout" in saved,
         f"--checkpoint {path}: {file} is not that of a training run; {EXPECTED_FOLDER}",
     )
-    numbers = list_steps(folder, subfolder)
+    numbers = list_checkpoints(folder, subfolder)
     remedy = f"the first is saved after {saved.get('save_every')} batches (--save_every)"
     if subfolder == BEST:
         remedy = "the run keeps one if --eval.keep_best names a metric of its evaluations"
@@ -164,7 +166,7 @@ def open_single_shard(config: ResolvedConfig) -> Job:
     The shard has `mesh.tensor` devices, or one if this machine has fewer. A single CPU device uses
     all threads.
     """
-    start_jax(config, config.mesh.tensor)
+    configure_jax(config, config.mesh.tensor)
     # The run may have had more devices than this machine.
     tensor = config.mesh.tensor if config.mesh.tensor <= count_devices() else 1
     config = replace(with_full_pool(config), mesh=MeshConfig(data=1, tensor=tensor))
@@ -177,7 +179,7 @@ def restore_weights(
     """Restores policy and draft in the rollout layout.
 
     A prompt is answered `samples` times. Draft temperatures are those tuned by the run. Depths
-    beyond the run's own use factor 1.
+    beyond the run's own use the factor nearest to 1.
     """
     bare, trained = restore_merged_state(run, config, step)
     generator = step.generator.make_variant(prompts=1, group_size=samples)
@@ -212,7 +214,7 @@ def restore_merged_state(
 
 
 def read_state(run: SavedRun, step: Step, with_draft: bool) -> TrainState:
-    """Reads the run's state without optimizer states.
+    """Reads the run's state without optimizer states and reference policy.
 
     The result is on the mesh of `step`, which must be built from the run's config. The draft is
     read only if `with_draft` is set.
@@ -269,8 +271,9 @@ class LoadedRun:
     """A checkpoint on the devices, ready to answer prompts."""
 
     def __init__(self, step: Step, pad_id: int, weights: RolloutWeights, samples: int) -> None:
-        # Set here, since a config with a baseline refuses a group size of 1. Loops with fewer slots
-        # and changing draft lengths are off: the caller advances single rounds.
+        # The group size is set here, since a config with a baseline refuses a group size of 1.
+        # Loops with fewer slots and a choice of draft lengths are off, as a caller advances single
+        # rounds.
         generator = step.generator.make_variant(prompts=1, group_size=samples, tail=(), lengths=())
 
         self._pad_id, self._weights, self._prompt_count = pad_id, weights, 0

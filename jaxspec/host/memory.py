@@ -96,8 +96,8 @@ def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> l
     """Lists memory use on each device by owner.
 
     Owners are arrays of the training state, the rollout copy of the weights, the pool of keys and
-    values, and temporary buffers of the compiled `programs`. The buffers are mostly activations of
-    a micro-batch. Owners without memory are left out.
+    values, the batch of dynamic sampling, and temporary buffers of the compiled `programs`. The
+    buffers are mostly activations of a micro-batch. Owners without memory are left out.
     """
     usage = compute_usage(step, prompts)
     # Programs never run at the same time, so only the largest one counts.
@@ -169,12 +169,12 @@ def _extra_size(name: str, program: Any, state: int) -> int:
 
 
 SPARE = 50
-"""Fraction 1 / `SPARE` of memory stays free when the pool is sized. Programs joined into one take
-slightly more memory than each by itself."""
+"""A share of 1 / `SPARE` of memory stays free when the pool is sized, since programs joined into
+one take slightly more memory than each by itself."""
 
 
 def page_arguments(step: Step, prompts: int) -> tuple[int, int, int, int, int]:
-    """Returns one shard's arguments of `min_pool_size`."""
+    """Returns one shard's arguments of the functions of `rollout.pages` that size a pool."""
     generator, settings = step.generator, step.generator.settings
     sizes = generator.prompt_length, settings.max_new_tokens, generator.draft_length
     return (prompts // row_shard_count(generator.mesh), *sizes, settings.page_size)
@@ -185,7 +185,7 @@ def count_all_pages(step: Step, prompts: int) -> int:
     return max_pool_size(*page_arguments(step, prompts), slots=step.generator.settings.slots)
 
 
-def report_memory(step: Step, memory: list[MemoryUse], limit: int) -> str:
+def format_memory_uses(step: Step, memory: list[MemoryUse], limit: int) -> str:
     """Formats memory use by owner in one line. `limit` is the memory of a device."""
     owners = ", ".join(
         f"{use.name} {format_size(use.size)}" for use in sorted(memory, key=lambda use: -use.size)
@@ -205,16 +205,16 @@ def report_memory(step: Step, memory: list[MemoryUse], limit: int) -> str:
 
 @contextlib.contextmanager
 def explain_memory_errors(memory: list[MemoryUse]) -> Iterator[None]:
-    """Adds memory owners to out-of-memory errors.
+    """Explains out-of-memory errors in the context by the owners of memory.
 
     Raises:
-      ConfigError: A device ran out of memory. Names each owner, its size and its remedy.
+      ConfigError: A device ran out of memory. The message names each owner, its size and remedy.
     """
     # The plan covers only the state and the compiled programs, so a device can still run out.
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # JAX has no exception type for this, only the status code in the text.
+        # JAX has no exception type for too little memory, only the status code in the text.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         first_line = str(error).splitlines()[0]

@@ -21,9 +21,9 @@ from jaxspec.system.compiling import track_compilation
 from jaxspec.system.terminal import LinePrinter
 
 Answerer = Callable[[RolloutWeights, Prompts], Rollout]
-"""Answers prompts.
+"""Function that answers prompts.
 
-Evaluations, offline draft data, `sample`, the closing comparison and benchmarks ask one.
+Evaluations, offline draft data, `sample`, the closing comparison and benchmarks use one.
 """
 ALL_ROUNDS = np.iinfo(np.int32).max
 """Number of rounds of a slice that runs until all rows have ended."""
@@ -60,7 +60,7 @@ def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
 
 
 def _abstract_rows(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Shards every leaf by rows. Scalars are replicated."""
+    """Describes a tree whose leaves are sharded by rows, and whose scalars are replicated."""
     row_sharding, replicated = meshes.row_sharding(mesh), meshes.replicated_sharding(mesh)
     return jax.tree.map(
         lambda leaf: abstract_leaf(leaf, row_sharding if leaf.ndim else replicated), tree
@@ -87,10 +87,11 @@ def compile_ahead(
     """Compiles a function for abstract arguments.
 
     Returns the program, and its result's shapes and shardings. These can be arguments for
-    compiling the next function. Reports slow compiles through `print_line`.
+    compiling the next function. Reports slow compiles through `print_line`. `options` are those of
+    `jax.jit`.
     """
     lowered = jax.jit(function, **options).lower(*arguments)
-    # Past compile times are kept in the cache, so that the report can say how long it takes.
+    # Past compile times are kept in the cache, so that a report can say how long this one takes.
     with track_compilation(function, arguments, cache_folder() / "compile_seconds", print_line):
         program = lowered.compile()
     return program, jax.tree.map(abstract_leaf, lowered.out_info, program.output_shardings)
@@ -106,11 +107,8 @@ def compile_for_generator(
 
 
 def times_real_rounds(generator: Generator) -> bool:
-    """Whether the first rollout of a run replaces a pilot.
-
-    It then times rounds of each draft length itself.
-    """
-    # On accelerators compiling a pilot takes minutes.
+    """Whether the first rollout of a run times rounds of each draft length, in place of a pilot."""
+    # On accelerators, to compile a pilot would take minutes.
     return bool(generator.settings.lengths) and meshes.has_accelerators(generator.mesh)
 
 
@@ -160,7 +158,7 @@ class SlicedAnswerer:
         self.begin, self.decode_state = compile_for_generator(
             generator, generator.begin, weights, prompts
         )
-        # The state of a slice is donated to the next, which takes the same layout.
+        # A slice's state is donated to the next slice, so both must have the same layout.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.decode_state)
         # The number of rounds is an array, so one program runs slices of any size.
         rounds = jax.ShapeDtypeStruct((), jnp.int32)

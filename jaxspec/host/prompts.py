@@ -19,16 +19,16 @@ from jaxspec.state import Prompts, Rollout
 
 
 class PromptSource:
-    """Prompts of training rollouts by number, of comparisons and of evaluations.
+    """Source of the prompts of each call: training, comparison and evaluation.
 
-    Each process places its own prompts.
+    Each process places the prompts of which its devices hold a copy.
 
     Args:
       sets: the problems. The generator's seed orders those for training.
       generator: generator that answers the prompts.
       prompts: number of prompts in a call.
       pad_id: token that fills prompts.
-      history: earlier answers for drafts that look them up. Without one it is empty.
+      history: earlier answers for drafts that look them up. By default a new one without answers.
     """
 
     def __init__(
@@ -63,30 +63,31 @@ class PromptSource:
         return self._place_training_prompts(rollout, Stream.TRAIN)
 
     def place_comparison(self, rollout: int) -> Prompts:
-        """Places the prompts of a training rollout again, under other noise."""
-        # History has the answers of the rollout by now: the same noise would find them there.
+        """Places the prompts of a training rollout again, with other noise."""
+        # By now the history has this rollout's answers. With the same noise, drafts would find the
+        # very answers that are generated.
         return self._place_training_prompts(rollout, Stream.COMPARE)
 
     def place_evaluation(self, problems: Mapping[int, Problem], call: int) -> Prompts:
         """Places problems of an evaluation call, by their place among the prompts.
 
-        The other prompts are not answered.
+        Places without a problem are not answered.
         """
         held_problems = {
             place: problem for place, problem in problems.items() if self._is_held[place]
         }
-        return self._place(held_problems, Stream.EVALUATE, call, {})
+        return self._place_prompts(held_problems, Stream.EVALUATE, call, {})
 
     def place_nothing(self, rollout: int) -> Prompts:
-        """Places no prompts, for a call that only learns."""
-        return self._place({}, Stream.TRAIN, rollout, {})
+        """Places prompts that are not answered, for a call that only learns."""
+        return self._place_prompts({}, Stream.TRAIN, rollout, {})
 
     def local_problems(self, rollout: int) -> dict[int, Problem]:
-        """Returns the problems whose rows this process owns, by place."""
-        return self._problems_at(rollout, self.is_local_prompt)
+        """Returns a training rollout's problems whose rows this process owns, by place."""
+        return self._select_problems(rollout, self.is_local_prompt)
 
-    def remember(self, rollout_number: int, rollout: Rollout) -> None:
-        """Stores the answers of a training rollout in `history`."""
+    def remember_answers(self, rollout_number: int, rollout: Rollout) -> None:
+        """Stores the answers of a training rollout in `history`, if that keeps any."""
         if not self.history.past:
             return
         group = self.group_size
@@ -101,36 +102,44 @@ class PromptSource:
             text[first:stop]
             for text, first, stop in zip(tokens, prompt_lengths, lengths, strict=True)
         ]
-        numbers, owners = self._numbers(rollout_number), self._row_owners[::group].tolist()
-        # A problem that a batch asks twice is remembered by its last place.
+        numbers, owners = (
+            self._list_problem_numbers(rollout_number),
+            self._row_owners[::group].tolist(),
+        )
+        # If a batch asks a problem twice, the answers at the last of its places are kept.
         by_problem = {
             numbers[place]: answers[index * count : (index + 1) * count]
             for index, place in enumerate(places)
         }
         self.history.store_answers(dict(zip(numbers, owners, strict=True)), by_problem)
 
-    def _problems_at(self, rollout: int, mask: Bool[np.ndarray, " n"]) -> dict[int, Problem]:
+    def _select_problems(self, rollout: int, mask: Bool[np.ndarray, " n"]) -> dict[int, Problem]:
         first = rollout * self._count
         return {int(place): self._problems[first + int(place)] for place in np.flatnonzero(mask)}
 
-    def _numbers(self, rollout: int) -> list[int]:
+    def _list_problem_numbers(self, rollout: int) -> list[int]:
         """Returns the problem numbers of a training rollout, over all processes."""
         first = rollout * self._count
         return [self._problems.problem_number(first + place) for place in range(self._count)]
 
     def _place_training_prompts(self, rollout: int, stream: int) -> Prompts:
-        numbers, askers = self._numbers(rollout), dict[int, set[int]]()
+        numbers, askers = self._list_problem_numbers(rollout), dict[int, set[int]]()
         if self.history.past:
             for number, copies in zip(numbers, self._copies.T, strict=True):
                 askers.setdefault(number, set()).update(np.flatnonzero(copies).tolist())
         answers = self.history.fetch_answers(askers)
         by_place = {place: answers.get(number, []) for place, number in enumerate(numbers)}
-        return self._place(self._problems_at(rollout, self._is_held), stream, rollout, by_place)
+        return self._place_prompts(
+            self._select_problems(rollout, self._is_held), stream, rollout, by_place
+        )
 
-    def _place(
+    def _place_prompts(
         self, problems: dict[int, Problem], stream: int, batch: int, answers: Answers
     ) -> Prompts:
-        """Places prompts that have a copy here, with earlier answers, both by place."""
+        """Places prompts that have a copy here, with earlier answers.
+
+        `problems` and `answers` are given by place. Places without a problem are not answered.
+        """
         layout, local_places = self._layout, np.flatnonzero(self._is_held)
         rows = np.searchsorted(local_places, list(problems))
         tokens = np.full((len(local_places), self._width), self._pad_id, np.int32)

@@ -46,11 +46,12 @@ RunRounds = Callable[[jax.Array], DecodeState]
 PILOT_ROUNDS = 16
 """Largest number of rounds in a timed call of the pilot."""
 MIN_REPEATS, MAX_REPEATS, PILOT_SECONDS = 7, 100, 0.3
-"""Limits on the repeats of a pilot's pair of calls, and seconds to spend on them in between."""
+"""Minimum and maximum repeats of a pilot's pair of calls, and the seconds to spend on them within
+these limits."""
 
 
-def add_length_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
-    """Adds round costs, if the generator chooses draft lengths."""
+def fill_length_chooser(step: Step, state: TrainState, prompts: Prompts) -> TrainState:
+    """Fills in round costs and acceptance, if the generator chooses draft lengths."""
     if isinstance(state.generator.chooser, NoChooser):
         return state
     predicts_costs = times_real_rounds(step.generator)  # predictions need only shapes
@@ -192,7 +193,7 @@ def _time_lengths(
 
 
 def _set_workload(state: DecodeState, live: int, shards: int, first_position: int) -> DecodeState:
-    """Limits a state to `live` rows per shard, near position `first_position`."""
+    """Limits a state to `live` rows per shard, and moves them to `first_position` if below it."""
     rollout = state.rollout
     numbers = jnp.arange(len(rollout.status), dtype=jnp.int32) % (len(rollout.status) // shards)
     status = jnp.where(numbers < live, rollout.status, EOS)
@@ -208,7 +209,7 @@ def _set_workload(state: DecodeState, live: int, shards: int, first_position: in
 
 
 def _time_round(run: RunRounds, rounds: int) -> float:
-    """Returns the seconds of a round: the time that `rounds` more of them add to a call."""
+    """Measures the seconds of a round by the time that `rounds` more of them add to a call."""
 
     def time_call(count: int) -> float:
         start_time = time.perf_counter()
@@ -233,7 +234,7 @@ def _time_round(run: RunRounds, rounds: int) -> float:
 
 
 def predict_chooser(generator: Generator, weights: RolloutWeights) -> LengthChooser:
-    """Loads costs of an earlier run, or predicts them.
+    """Loads costs of an earlier run, or predicts them. Acceptance stays unknown.
 
     `weights` may be shapes only.
     """
@@ -253,7 +254,10 @@ def predict_chooser(generator: Generator, weights: RolloutWeights) -> LengthChoo
 
 
 def _find_devices(mesh: Mesh) -> GeneratorDevices:
-    """Returns the public figures of a shard's devices. Prints a remark if they are unknown."""
+    """Returns the public figures of a shard's devices.
+
+    If they are unknown, uses those of `DEFAULT_CARD` and prints a remark.
+    """
     kind = mesh.devices.flat[0].device_kind
     card = find_card_by_kind(kind)
     if card is None and jax.process_index() == 0:
@@ -264,7 +268,7 @@ def _find_devices(mesh: Mesh) -> GeneratorDevices:
     return GeneratorDevices(card or DEFAULT_CARD, mesh.shape[TENSOR], mesh.shape[EXPERT])
 
 
-# ---- kept for the next run
+# ---- saved for the next run
 
 
 def broadcast_table(table: np.ndarray) -> np.ndarray:
@@ -275,7 +279,7 @@ def broadcast_table(table: np.ndarray) -> np.ndarray:
 
 
 def load_costs(file: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Loads the costs in process 0's file. Zeros without one."""
+    """Loads the costs in process 0's file. Returns zeros if they cannot be used."""
     return broadcast_table(load_table(file, shape, "rounds are timed anew"))
 
 

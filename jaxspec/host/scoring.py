@@ -56,18 +56,25 @@ class RolloutScorer:
         self._layout = abstract_scored_rollout(step, config.batch.prompts)
 
     def score_training(self, number: int, rollout: Rollout) -> ScoringResult:
-        """Scores a training rollout, and remembers its answers.
+        """Scores a training rollout, and stores its answers for drafts that look them up.
 
         Raises:
-          Diverged: more rows than `reward.max_failed` have no reward.
+          Diverged: a larger share of rows than `reward.max_failed` has no reward, or rewards can no
+            longer be computed.
         """
-        self._source.remember(number, rollout)
-        return self._score_rollout(
+        self._source.remember_answers(number, rollout)
+        return self._join_rewards(
             self._judge(self._source.local_problems(number), rollout), rollout
         )
 
     def score_evaluation(self, problems: Mapping[int, Problem], rollout: Rollout) -> RolloutScores:
-        """Scores the answers to this process's problems of an evaluation call."""
+        """Scores the answers to this process's problems of an evaluation call.
+
+        Warns if some of them have no reward.
+
+        Raises:
+          Diverged: rewards can no longer be computed.
+        """
         is_local = self._source.is_local_prompt
         scores = self._judge(
             {place: problem for place, problem in problems.items() if is_local[place]}, rollout
@@ -78,8 +85,10 @@ class RolloutScorer:
         return scores
 
     def begin_scoring(self, number: int, rollout: Rollout) -> None:
-        """Has the workers score rows of a training rollout that have ended, while others still
-        generate."""
+        """Starts to score the rows that have ended, while others still generate.
+
+        Does nothing without workers.
+        """
         if self._judge.has_workers:
             rows = np.flatnonzero(self._source.is_local_row).astype(np.int32)
             self._judge.start_scoring(self._source.local_problems(number), rollout, rows)
@@ -90,10 +99,7 @@ class RolloutScorer:
         return put_like(self._step.empty_scored_rollout(rows), self._layout)
 
     def plan_micro_batches(self, scored: ScoredRollout) -> ScoredRollout:
-        """Plans the micro-batches of a scored rollout for this mesh.
-
-        A plan made for another mesh, or for micro-batches of another size, is replaced.
-        """
+        """Plans the micro-batches of a scored rollout for this mesh. Replaces any earlier plan."""
         is_local = self._source.is_local_row
         rows = np.flatnonzero(is_local).astype(np.int32)
         token_counts = np.zeros(len(is_local), np.float32)
@@ -102,7 +108,7 @@ class RolloutScorer:
             for leaf in (scored.rollout.lengths, scored.rollout.status, scored.valid)
         )
         token_counts[rows] = self._count_read_tokens(lengths, status, valid)
-        return scored.replace(plan=self._place_plan(global_arrays.sum_over_processes(token_counts)))
+        return scored.replace(plan=self._make_plan(global_arrays.sum_over_processes(token_counts)))
 
     def set_learn_flag(self, scored: ScoredRollout) -> ScoredRollout:
         """Sets `learn` of a planned rollout: whether any token is read."""
@@ -116,10 +122,10 @@ class RolloutScorer:
         is_filtered = (status == LENGTH) & self._config.overlong.filter
         return np.where(valid & ~is_filtered, lengths - 1, 0)
 
-    def _place_plan(self, token_counts: np.ndarray) -> PackingPlan:
+    def _make_plan(self, token_counts: np.ndarray) -> PackingPlan:
         return put_like(self._step.plan_batch(token_counts.astype(np.int32)), self._layout.plan)
 
-    def _score_rollout(self, judged: RolloutScores, rollout: Rollout) -> ScoringResult:
+    def _join_rewards(self, judged: RolloutScores, rollout: Rollout) -> ScoringResult:
         config, scores, rows = self._config, judged.scores, judged.rows
         rewarded, overlong = judged.has_reward, config.overlong
         penalties = overlong_penalty(
@@ -128,7 +134,7 @@ class RolloutScorer:
             overlong.buffer,
             overlong.penalty,
         )
-        # A process learns only these four numbers of the rows of other processes.
+        # Of the rows of other processes, a process gets only these four numbers.
         local_columns = {
             "rewarded": rewarded,
             "reward": np.where(rewarded, scores.rewards, 0),
@@ -148,7 +154,8 @@ class RolloutScorer:
         ended_count, valid = count_of["ended"], by_name["rewarded"] > 0
         failed_count = ended_count - float(valid.sum())
         self._require_few_failed(failed_count, ended_count, scores.reason)
-        # Where overlong.filter leaves nothing to read, the update is not at fault.
+        # A batch without labels counts as a skipped update. One that only overlong.filter has
+        # emptied must not, so it is not learned from. One without any reward still counts.
         learn = bool(by_name["read"].any() or not valid.any())
         rewards, is_valid, learn = put_like(
             (by_name["reward"] + by_name["penalty"], valid, learn),
@@ -158,11 +165,10 @@ class RolloutScorer:
             rollout=rollout,
             rewards=rewards,
             valid=is_valid,
-            plan=self._place_plan(by_name["read"]),
+            plan=self._make_plan(by_name["read"]),
             learn=learn,
         )
         valid_count, metrics = float(valid.sum()), self._outcome_metrics(count_of)
-        # Without a row that has a reward, there is no mean.
         if valid_count:
             metrics["reward/mean"] = float(by_name["reward"].sum()) / valid_count
             metrics["reward/std"] = standard_deviation(by_name["reward"][valid])
@@ -176,7 +182,7 @@ class RolloutScorer:
         )
 
     def _count_outcomes(self, judged: RolloutScores, rewards: np.ndarray) -> dict[str, float]:
-        """Counts this process's rows by outcome and by problem set."""
+        """Counts this process's rows by outcome, and by problem set with the sum of rewards."""
         sets = np.asarray([problem.set_number for problem in judged.problems], np.int32)
         masks = [sets == number for number in range(len(self._config.training_sets))]
         is_outcome = {

@@ -33,7 +33,7 @@ CONFIG, CHECKPOINTS, BEST = "config.json", "checkpoints", "best"
 STARTS = "starts.jsonl"
 
 
-def list_steps(folder: Path, subfolder: str = CHECKPOINTS) -> list[int]:
+def list_checkpoints(folder: Path, subfolder: str = CHECKPOINTS) -> list[int]:
     """Lists the numbers of a run's checkpoints, ascending.
 
     Raises:
@@ -58,7 +58,7 @@ def list_steps(folder: Path, subfolder: str = CHECKPOINTS) -> list[int]:
 
 
 def data_digests(config: ResolvedConfig) -> dict[str, str]:
-    """Returns digests of data files and tokenizer files. Keys are setting and file."""
+    """Returns digests of data files and tokenizer files, by setting and path."""
     sets = {key: entry.data for key, entry in config.sets_by_prefix.items()}
     paths = {f"{key}data.path": data.path for key, data in sets.items()}
     paths |= {f"{key}data.eval_path": data.eval_path for key, data in sets.items() if data.path}
@@ -71,10 +71,13 @@ def data_digests(config: ResolvedConfig) -> dict[str, str]:
 
 
 def require_same_data(config: ResolvedConfig, folder: Path, say: LinePrinter) -> None:
-    """Checks that the data is that of the first start.
+    """Checks that the data is that of the run's first start.
 
-    Raises ConfigError if it is not. Data files that are missing are skipped, since reading them
-    later reports the error.
+    Warns of files that the first start did not record. Data files that are missing are skipped,
+    since reading them later reports the error.
+
+    Raises:
+      ConfigError: Some data has changed.
     """
     records, digests = read_starts(folder), data_digests(config)
     recorded = records[0].get("data") if records else None
@@ -123,17 +126,17 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 def report_start(
     config: ResolvedConfig, mesh: Mesh, folder: Path, say: LinePrinter
 ) -> dict[str, Any]:
-    """Returns the record of this start: time, versions, machine, data and input checkpoints.
+    """Prints this start in one line, and returns its record.
 
-    Prints it in one line. Warns if versions or checkpoints differ from those of the run's last
-    start. The record is empty except in process 0, which writes it.
+    The record has time, versions, machine, and digests of data and input checkpoints. It is empty
+    except in process 0. Warns if versions or checkpoints differ from those of the run's last start.
 
     Raises:
-      ConfigError: One of these files cannot be read.
+      ConfigError: An input or the records of earlier starts cannot be read.
     """
     record: dict[str, Any] = {}
 
-    def describe_changes() -> None:
+    def print_start() -> None:
         record.update(_describe_start(config, mesh))
         versions, machine = record["versions"], record["machine"]
         versions_text = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -142,7 +145,7 @@ def report_start(
             f" {machine['host']}, {machine['platform']}"
         )
         # A run without checkpoints starts over, so its earlier starts do not matter.
-        last_records = read_starts(folder)[-1:] if list_steps(folder) else []
+        last_records = read_starts(folder)[-1:] if list_checkpoints(folder) else []
         for kind in ("versions", "checkpoints") if last_records else ():
             recorded = last_records[0].get(kind)
             recorded = recorded if isinstance(recorded, dict) else {}
@@ -155,7 +158,7 @@ def report_start(
                     change = f": {recorded[name]} -> {value}"
                 say(f"warning: since the run's last start, {name} has changed{change}")
 
-    check_in_process_0(describe_changes)
+    check_in_process_0(print_start)
     return record
 
 
@@ -192,13 +195,13 @@ def _describe_start(config: ResolvedConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 def record_start(config: ResolvedConfig, folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes config.json and the record of this start.
+    """Writes config.json and the record of this start, in process 0.
 
     Call it only once the config has proved valid. Each file is replaced atomically. If the run has
     no checkpoint, records of earlier starts are dropped.
     """
     if jax.process_index() == 0:
-        earlier = read_starts(folder) if list_steps(folder) else []
+        earlier = read_starts(folder) if list_checkpoints(folder) else []
         write_text_atomic(
             folder / STARTS, "".join(json.dumps(entry) + "\n" for entry in (*earlier, record))
         )

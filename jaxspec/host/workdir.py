@@ -23,7 +23,7 @@ from jaxspec.host.starts import (
     BEST,
     CHECKPOINTS,
     CONFIG,
-    list_steps,
+    list_checkpoints,
     read_starts,
     require_same_data,
 )
@@ -44,44 +44,46 @@ from jaxspec.system.folder_lock import lock_folder
 from jaxspec.system.terminal import LinePrinter
 
 SAVED = "saved"
+"""File that exists once the run has saved a checkpoint."""
 
 
 @contextlib.contextmanager
 def lock_workdir(
     config: ResolvedConfig, say: LinePrinter, check: Callable[[Path], None] | None = None
 ) -> Iterator[Path]:
-    """Creates the run's folder, and locks it in the context.
+    """Creates the run's folder, and locks it until the context ends.
 
-    Process 0 holds the lock for all processes of a job, and runs `check` on the folder. By default
-    the folder must be empty or belong to this training run.
+    Process 0 holds the lock for all processes of a job, and runs `check` on the folder. The default
+    check refuses folders of other runs, and those with results that the run would erase.
 
     Raises:
-      ConfigError: The folder cannot be written, or is locked by another run. Or it belongs to
-        another config or other data, or contains files that the run would erase.
+      ConfigError: The folder cannot be written, lies among a run's checkpoints, or is locked by
+        another run. Or `check` refuses it.
     """
     check_folder = check or partial(_require_same_run, config, say)
     folder = prepare_workdir(config.workdir)
     with contextlib.ExitStack() as stack:
 
-        def enter_folder() -> None:
+        def lock_and_check() -> None:
             # The lock comes first: until then another run may still change the folder.
             stack.enter_context(lock_folder(folder, say))
             check_folder(folder)
 
-        check_in_process_0(enter_folder)
+        check_in_process_0(lock_and_check)
         yield folder
 
 
 def prepare_workdir(path: Path | str) -> Path:
-    """Creates a writable folder and returns its path.
+    """Creates a folder, unless it exists, and tries to write to it.
 
-    The path is absolute.
+    Returns its absolute path.
 
     Raises:
-      ConfigError: It is read-only or not a folder, or less than 1 MiB is free.
+      ConfigError: It is read-only or not a folder, or less than 1 MiB is free. Or it lies among a
+        run's checkpoints.
     """
     folder = expand_user_path(path, "--workdir")
-    require_outside_runs(folder, "workdir", "choose another --workdir")
+    require_outside_checkpoints(folder, "workdir", "choose another --workdir")
     # Several runs may try one folder at once, even from other machines, so the name is unique.
     trial = folder / f".trial-{os.uname().nodename}-{os.getpid()}"
     with explain_write_errors(
@@ -101,11 +103,13 @@ def prepare_workdir(path: Path | str) -> Path:
     return folder
 
 
-def require_outside_runs(path: Path, name: str, remedy: str) -> None:
-    """Checks that a path is outside of checkpoints.
+def require_outside_checkpoints(path: Path, name: str, remedy: str) -> None:
+    """Checks that a path does not lie among the checkpoints of a run.
 
-    Raises ConfigError if it is among the checkpoints of a run.
     `name` and `remedy` are parts of the message.
+
+    Raises:
+      ConfigError: The path lies there.
     """
     # Old checkpoints are removed with everything inside them.
     for folder in (path, *path.parents):
@@ -122,8 +126,10 @@ def read_saved_config(
 ) -> dict[str, Any]:
     """Reads the config.json of a run.
 
+    Settings of earlier versions get their present names.
+
     Raises:
-      ConfigError: The file is missing or damaged, or is not a JSON object.
+      ConfigError: The file cannot be read, or is not a JSON object.
     """
     file = folder / CONFIG
     try:
@@ -142,8 +148,16 @@ def read_saved_config(
 
 
 def _require_same_run(config: ResolvedConfig, say: LinePrinter, folder: Path) -> None:
-    """Checks that the folder is new or this run's. Raises ConfigError if it is not."""
-    exists, steps, count = (folder / CONFIG).exists(), list_steps(folder), len(read_metrics(folder))
+    """Checks that the folder is new or this run's.
+
+    Raises:
+      ConfigError: It is another run's, or this run would erase results in it.
+    """
+    exists, steps, count = (
+        (folder / CONFIG).exists(),
+        list_checkpoints(folder),
+        len(read_metrics(folder)),
+    )
     if exists:
         saved_config = read_saved_config(folder)
         # The version comes first: another version may name settings differently.
@@ -169,12 +183,13 @@ def _require_same_run(config: ResolvedConfig, say: LinePrinter, folder: Path) ->
 def restore_sizes(job: Job, folder: Path) -> Job:
     """Restores the automatic sizes of a resumed run.
 
-    Only sizes that the config leaves open are restored. On another kind of device all are chosen
-    again.
+    Only sizes that the config leaves open, and that work on this mesh, are restored. On another
+    kind of device all are chosen again.
     """
-    # With equal sizes a resumed run sums in the same order. On another backend it would not anyway.
+    # With equal sizes a resumed run sums in the same order. Another backend has an order of its
+    # own, whatever the sizes are.
     saved_sizes = np.full((len(Sizes._fields),), -1, np.int32)
-    is_resumed = jax.process_index() == 0 and list_steps(folder)
+    is_resumed = jax.process_index() == 0 and list_checkpoints(folder)
     if is_resumed and _last_backend(folder) == jax.default_backend():
         values = flatten_settings(read_saved_config(folder))
         names = ("batch.micro_tokens", *(f"rollout.engine.{name}" for name in Sizes._fields[1:]))
@@ -189,7 +204,7 @@ def restore_sizes(job: Job, folder: Path) -> Job:
 
 
 def _last_backend(folder: Path) -> Any:
-    """Returns the backend of the run's last start. None if it is unknown."""
+    """Returns the backend of the run's last start, or None if it is unknown."""
     records = read_starts(folder)
     machine_record = records[-1].get("machine") if records else None
     return machine_record.get("backend") if isinstance(machine_record, dict) else None
@@ -219,18 +234,25 @@ def _select_sizes(config: ResolvedConfig, step: Step, saved_sizes: Sizes) -> dic
     return restored_sizes
 
 
-def mark_saved(folder: Path) -> None:
-    """Records in a file that a checkpoint was saved."""
+def mark_checkpoint_saved(folder: Path) -> None:
+    """Writes the file `SAVED`, once the run has a checkpoint."""
     # If the checkpoints are gone later, the file shows that someone removed them.
-    if jax.process_index() == 0 and not (folder / SAVED).exists() and (steps := list_steps(folder)):
+    if (
+        jax.process_index() == 0
+        and not (folder / SAVED).exists()
+        and (steps := list_checkpoints(folder))
+    ):
         write_text_atomic(folder / SAVED, f"checkpoint {steps[0]} was saved at {utc_timestamp()}\n")
 
 
 def _require_nothing_to_lose(folder: Path, batch_count: int, say: LinePrinter) -> None:
-    """Checks that starting over erases nothing of value.
+    """Checks that a run without checkpoints may start over.
 
-    Raises ConfigError if the run has metrics of checkpoints that were removed. A run that never
-    saved a checkpoint may start over. `batch_count` is its number of metrics.
+    It may if it has no metrics, or has not saved a checkpoint yet. `batch_count` is the number of
+    batches that have metrics.
+
+    Raises:
+      ConfigError: Someone has removed its checkpoints.
     """
     if not batch_count:
         return
@@ -249,14 +271,15 @@ def _require_nothing_to_lose(folder: Path, batch_count: int, say: LinePrinter) -
 
 
 def require_no_checkpoints(folder: Path) -> None:
-    """Checks that the run has no checkpoints.
+    """Checks that the run has no checkpoints. Call it when none could be restored.
 
-    Raises ConfigError in all processes. Call it when none could be restored.
+    Raises:
+      ConfigError: There are checkpoints. All processes raise it.
     """
-    # Starting over would overwrite them.
+    # A run that starts over would overwrite checkpoints that it cannot read.
 
     def check_checkpoints() -> None:
-        steps = list_steps(folder)
+        steps = list_checkpoints(folder)
         message = (
             f"{folder / CHECKPOINTS} has {', '.join(map(str, steps))}, which cannot be read as"
             " checkpoints"

@@ -79,11 +79,11 @@ def build_draft(
     interrupt: Interrupt,
     say: LinePrinter,
 ) -> None:
-    """Trains a draft and writes it to `folder`.
+    """Trains a draft, and writes its weights and acceptance to `folder`.
 
-    Writes weights and acceptance. Trains on `text`, or on responses of the policy if it is None.
-    Intermediate results are saved in `partial_folder`, from which an interrupted build resumes. All
-    processes must call it, and process 0 writes.
+    Trains on `text`, or on responses of the policy if it is None. Intermediate results are saved in
+    `partial_folder`, from which an interrupted build resumes. All processes must call it, and
+    process 0 writes.
     """
     start_time = time.perf_counter()
     if jax.process_index() == 0:
@@ -185,7 +185,10 @@ def _add_policy_states(
 
 
 def _describe_draft(config: ResolvedConfig, network: PyTree, held_out: TextRows) -> dict[str, Any]:
-    """Describes a trained draft: kind, vocabulary and the vocabulary's share of tokens."""
+    """Describes a trained draft: its kind, vocabulary, and the texts that it is measured on.
+
+    The record is complete in process 0 only, which has the vocabulary.
+    """
     draft = config.rollout.draft
     description: dict[str, Any] = {
         "kind": draft.kind,
@@ -254,7 +257,7 @@ def _draft_key(config: ResolvedConfig, processing: Processing, text: TextRows | 
     """
     folder = config.data.tokenizer
     tokenizer = _hash_files([Path(folder) / name for name in TOKENIZER_FILES] if folder else [])
-    data = [(entry.weight, _hash_data(entry.data, tokenizer)) for entry in config.training_sets]
+    data = [(entry.weight, _replace_paths(entry.data, tokenizer)) for entry in config.training_sets]
     # Files count by content: moving one changes nothing, and editing one trains a new draft.
     offline = dataclasses.replace(
         config.offline,
@@ -279,8 +282,8 @@ def _draft_key(config: ResolvedConfig, processing: Processing, text: TextRows | 
     )
 
 
-def _hash_data(data: DataConfig, tokenizer: str) -> DataConfig:
-    """Replaces paths by digests of their files."""
+def _replace_paths(data: DataConfig, tokenizer: str) -> DataConfig:
+    """Replaces the paths of training data and tokenizer by digests."""
     content = data_digest(data.path, "data.path") if data.path else ""
     return dataclasses.replace(data, path=content, tokenizer=tokenizer)
 

@@ -83,7 +83,7 @@ def make_responder(
 
     It takes the number of a batch of training prompts. Each prompt gets one response, by plain
     decoding with the rollout's temperature and truncation. A batch depends only on seed, policy and
-    number. Failed responses come back empty.
+    number. Of failed responses only the prompt is returned.
     """
     rows = config.offline.rows
     # The configured number of pages is for batches of training, which have other sizes.
@@ -128,10 +128,10 @@ def make_responder(
 def read_training_text(
     config: ResolvedConfig, tokenizer: Tokenizer, say: LinePrinter
 ) -> TextRows | None:
-    """Reads the rows of `offline.text`. None if the draft is trained on the policy's responses.
+    """Reads the rows of `offline.text`, or generates them if it is `generic`.
 
-    Reads no more rows of a file than training uses. Reports repeated, empty and overlong rows
-    through `say`.
+    Returns None if the draft is trained on the policy's responses. Reads no more rows of a file
+    than training uses. Reports repeated, empty and overlong rows through `say`.
 
     Raises:
       ConfigError: Some text cannot be used. Names file, line, column and remedy.
@@ -157,13 +157,13 @@ def join_rows(batches: Sequence[TextRows]) -> TextRows:
 
 
 def select_usable_rows(batches: Sequence[TextRows]) -> TextRows:
-    """Concatenates batches without rows of empty loss mask.
+    """Concatenates batches, and leaves out rows whose loss mask is empty.
 
     Raises:
       ConfigError: No row is left.
     """
     rows = join_rows(batches)
-    # Failed responses are among them: their non-finite logits would break training too.
+    # Failed responses have an empty mask. Their non-finite logits would break training too.
     is_usable = np.asarray(rows.mask.any(axis=1))
     message = (
         f"all {len(is_usable)} responses of the policy failed (logits that are not finite), so"
@@ -226,7 +226,7 @@ def should_keep_states(config: ResolvedConfig, learner: Learner, rows: TextRows)
 def compute_states(
     learner: Learner, policy: Decoder, rows: TextRows, size: int, progress: Progress
 ) -> PolicyStates:
-    """Runs the policy once over all rows, in batches of `size`."""
+    """Runs the policy once over all rows, in batches of `size`, and returns its states."""
     compute = jax.jit(learner.passes.compute_states)
     count, states = len(rows.tokens), None
     for number, batch in enumerate(batch_rows(rows, size)):
@@ -253,10 +253,10 @@ def select_vocabulary(
 ) -> Int32[np.ndarray, " size"]:
     """Selects the vocabulary of a draft.
 
-    It has the end tokens and the most frequent tokens to predict. Returns `size` of the `vocab`
-    token ids, ascending. Lowest ids come first among equally frequent tokens. Tokens outside are
-    never drafted, so their share limits the acceptance.
+    It has the end tokens and the most frequent tokens to predict. Among equally frequent tokens,
+    those with the lowest ids are selected. Returns `size` of the `vocab` token ids, ascending.
     """
+    # Tokens outside are never drafted, so their share limits the acceptance.
     counts = np.bincount(rows.tokens[rows.mask], minlength=vocab)
     # Every response needs an end token, even if few of these rows have one.
     counts[list(stop_ids)] = counts.max() + 1
@@ -265,5 +265,5 @@ def select_vocabulary(
 
 
 def coverage(rows: TextRows, ids: np.ndarray) -> float:
-    """Returns the share of predicted tokens in `ids`."""
+    """Returns the share of the tokens to predict that are in `ids`."""
     return float(np.isin(rows.tokens[rows.mask], ids).mean())

@@ -57,8 +57,8 @@ def collect_responses(
 ) -> dict[int, TextRows]:
     """Samples batches of responses, by number.
 
-    Each batch is saved in `folder` at once. Batches that are already there are read. They have the
-    shapes of `abstract_batch`.
+    Each batch is saved in `folder` as soon as it is sampled. Batches that are already there are
+    read. A batch has the shapes of `abstract_batch`.
     """
     # Training on responses in the run's own domain raises acceptance more than any setting.
     respond: Responder | None = None
@@ -80,7 +80,7 @@ def make_offline_learner(config: ResolvedConfig, learner: Learner) -> Learner:
     """Returns a learner for offline training.
 
     Micro-batches have as many tokens as in the run, but no more than a batch of `offline.rows` has
-    on a data shard.
+    on a data shard. They have room for the longest row.
     """
     offline, length = config.offline, config.row_length - 1
     token_count = offline.rows // meshes.row_shard_count(learner.mesh) * length
@@ -110,6 +110,7 @@ def train_draft(
     weights.
 
     Raises:
+      ConfigError: The cache is not shared with process 0.
       Diverged: Too many updates in a row were skipped.
     """
     offline, file = config.offline, folder / "learner.npz"
@@ -217,7 +218,7 @@ def save_in_process_0(file: Path, tree: PyTree) -> None:
 
 
 def acceptance_length(metrics: Mapping[str, float]) -> float:
-    """Computes the expected acceptance length from metrics. 1 without any of a draft."""
+    """Computes the expected acceptance length from metrics. Without any of a draft, it is 1."""
     return [1.0, *acceptance_lengths(read_depths(metrics, "draft/expected_acceptance"))][-1]
 
 

@@ -148,7 +148,10 @@ def _make_sft_learner(config: ResolvedConfig, learner: Learner) -> Learner:
 
 
 def load_partial(file: Path, abstract: PyTree, progress: Progress) -> PyTree:
-    """Loads a file of `save_tree`. None if there is no file, or if it was damaged and removed."""
+    """Loads a file of `save_tree`.
+
+    Returns None if there is no file. Also removes a damaged file and returns None.
+    """
     if not file.exists():
         return None
     try:
@@ -230,7 +233,7 @@ def load_policy(
     """Loads the starting policy onto the learner's mesh.
 
     It comes from `model.path`, else from the warm start. Without either it has random weights.
-    Adapters are merged into it.
+    Adapters of `lora.path` are merged into it.
     """
     shapes = jax.eval_shape(step.init_policy)
     # Errors in the adapters are reported before any long work.
@@ -278,7 +281,7 @@ def load_with_progress(checkpoint: HfCheckpoint) -> Decoder:
 
 
 def load_draft(config: ResolvedConfig, shapes: PyTree, say: LinePrinter) -> PyTree:
-    """Reads the draft of `rollout.draft.path`. None without a path."""
+    """Reads the draft of `rollout.draft.path`. Returns None without a path."""
     start_time = time.perf_counter()
     if not config.rollout.draft.path:
         return None

@@ -25,7 +25,7 @@ _SHUTDOWN_TIMEOUT = 60
 """Seconds that finished processes wait for the others."""
 
 
-def join_job(identity: Mapping[str, Any]) -> None:
+def join_job(job_values: Mapping[str, Any]) -> None:
     """Joins the other processes of the job, if there are any.
 
     JAXSPEC_COORDINATOR (host:port), JAXSPEC_PROCESSES and JAXSPEC_PROCESS_ID describe the job. If
@@ -33,7 +33,7 @@ def join_job(identity: Mapping[str, Any]) -> None:
     environment names more than one process.
 
     Args:
-      identity: values by name that must be equal in all processes.
+      job_values: values by name that must be equal in all processes.
 
     Raises:
       ConfigError: the variables are invalid or incomplete, the port is taken, a process is late,
@@ -49,7 +49,7 @@ def join_job(identity: Mapping[str, Any]) -> None:
     coordinator, process_count, process_id = member or (None, None, None)
     # Before JAX starts, which would wait without output and end with a stack trace of C++.
     if member is not None:
-        peers.watch_peers(member, meet_processes(member, float(wait_seconds), identity))
+        peers.watch_peers(member, meet_processes(member, float(wait_seconds), job_values))
     try:
         jax.distributed.initialize(
             coordinator,

@@ -78,7 +78,7 @@ class _WaitReporter:
 
 
 def meet_processes(
-    member: JobMember, timeout: float, identity: Mapping[str, Any]
+    member: JobMember, timeout: float, job_values: Mapping[str, Any]
 ) -> dict[int, socket.socket]:
     """Waits for all processes of the job.
 
@@ -87,24 +87,24 @@ def meet_processes(
     Args:
       member: this process.
       timeout: seconds to wait.
-      identity: values by name that must equal those of process 0.
+      job_values: values by name that must equal those of process 0.
 
     Returns:
       Open connections by process: of process 0 with all others, and of those with process 0.
 
     Raises:
       ConfigError: the coordinator is not host:port, its port is taken, or the time is up. Also if
-        two processes have the same id, or the number of processes or `identity` differs.
+        two processes have the same id, or the number of processes or `job_values` differs.
     """
     # JAX alone would wait without output, and end the process with a stack trace of C++.
     host, port = _parse_address(member.coordinator, VARIABLES[0])
     reporter = _WaitReporter(member, timeout)
-    identity_json = json.dumps(dict(identity))
+    values_json = json.dumps(dict(job_values))
     if member.process_id:
-        return {0: _call_process_0(host, port, member, reporter, identity_json)}
+        return {0: _call_process_0(host, port, member, reporter, values_json)}
     # Listens even if there is only one process, so that a taken port is explained.
     with _open_listener(member, port) as listener:
-        return _gather_processes(listener, member, reporter, json.loads(identity_json))
+        return _gather_processes(listener, member, reporter, json.loads(values_json))
 
 
 def _parse_address(text: str, variable: str) -> tuple[str, int]:
@@ -159,7 +159,7 @@ def _open_listener(member: JobMember, port: int) -> socket.socket:
 
 
 def _gather_processes(
-    listener: socket.socket, member: JobMember, reporter: _WaitReporter, identity: dict[str, Any]
+    listener: socket.socket, member: JobMember, reporter: _WaitReporter, job_values: dict[str, Any]
 ) -> dict[int, socket.socket]:
     """Waits in process 0 for all others, then releases them.
 
@@ -195,10 +195,10 @@ def _gather_processes(
             with contextlib.suppress(OSError):  # nobody has called, or the caller hung up
                 caller = _admit_caller(listener.accept()[0], connections, member)
                 if caller is not None:
-                    process_id, caller_identity = caller
+                    process_id, caller_values = caller
                     mismatches.pop(process_id, None)  # from an earlier call
-                    if caller_identity != identity:
-                        mismatches[process_id] = _describe_mismatch(identity, caller_identity)
+                    if caller_values != job_values:
+                        mismatches[process_id] = _describe_mismatch(job_values, caller_values)
     except ConfigError as error:
         _close_with_reply(connections.values(), f"{_REPLY_REFUSED}{error}")
         raise
@@ -215,13 +215,13 @@ def _extend_file_limit(process_count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, new_limit), hard))
 
 
-def _describe_mismatch(identity: Mapping[str, Any], other_identity: Mapping[str, Any]) -> str:
+def _describe_mismatch(job_values: Mapping[str, Any], other_values: Mapping[str, Any]) -> str:
     """Describes the differences between another process and process 0."""
     differences = [
-        f"{name} is {format_value(identity.get(name, 'absent'))} in process 0 and"
-        f" {format_value(other_identity.get(name, 'absent'))} there"
-        for name in sorted(identity.keys() | other_identity.keys())
-        if identity.get(name) != other_identity.get(name)
+        f"{name} is {format_value(job_values.get(name, 'absent'))} in process 0 and"
+        f" {format_value(other_values.get(name, 'absent'))} there"
+        for name in sorted(job_values.keys() | other_values.keys())
+        if job_values.get(name) != other_values.get(name)
     ]
     hidden_count = len(differences) - _MAX_DIFFERENCES
     return "; ".join(differences[:_MAX_DIFFERENCES]) + (
@@ -253,15 +253,15 @@ def _admit_caller(
 ) -> tuple[int, dict[str, Any]] | None:
     """Accepts a call of another process.
 
-    Returns its number and identity, or None if the caller is refused or not of this job.
+    Returns its number and its values, or None if the caller is refused or not of this job.
     """
     connection.settimeout(_HELLO_TIMEOUT)
     try:
-        protocol, *number_texts, identity_json = _read_lines(connection)[0].split(" ", 3)
-        numbers, identity = list(map(parse_whole_number, number_texts)), json.loads(identity_json)
+        protocol, *number_texts, values_json = _read_lines(connection)[0].split(" ", 3)
+        numbers, job_values = list(map(parse_whole_number, number_texts)), json.loads(values_json)
     except (OSError, ValueError):  # such as a probe of the port, which sends nothing or other text
-        protocol, numbers, identity = "", list[int | None](), {}
-    is_valid = protocol == "jaxspec" and len(numbers) == 2 and isinstance(identity, dict)
+        protocol, numbers, job_values = "", list[int | None](), {}
+    is_valid = protocol == "jaxspec" and len(numbers) == 2 and isinstance(job_values, dict)
     process_count, process_id = numbers if is_valid else (None, None)
     if process_count is None or process_id is None:
         return connection.close()
@@ -283,7 +283,7 @@ def _admit_caller(
     # `_is_connected` must not block.
     connection.settimeout(0)
     connections[process_id] = connection
-    return process_id, identity
+    return process_id, job_values
 
 
 def _send_reply(connections: Iterable[socket.socket], text: str) -> None:
@@ -310,10 +310,10 @@ def _is_connected(connection: socket.socket) -> bool:
 
 
 def _call_process_0(
-    host: str, port: int, member: JobMember, reporter: _WaitReporter, identity_json: str
+    host: str, port: int, member: JobMember, reporter: _WaitReporter, values_json: str
 ) -> socket.socket:
     """Calls process 0 until it answers, and waits to be released. Returns the connection."""
-    hello = f"jaxspec {member.process_count} {member.process_id} {identity_json}\n"
+    hello = f"jaxspec {member.process_count} {member.process_id} {values_json}\n"
     is_host_unknown = False
     while True:
         try:

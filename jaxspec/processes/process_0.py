@@ -16,14 +16,19 @@ _MAX_MESSAGE_BYTES = 4096
 
 
 def run_in_process_0_first(work: Callable[[], _T]) -> _T:
-    """Runs `work` in process 0, then in the others, which find its files.
+    """Runs `work` in process 0, then in the others, which find its files."""
+    if jax.process_index() == 0:
+        result = work()
+        _wait_for_process_0()
+        return result
+    _wait_for_process_0()
+    return work()
 
-    `work` must not return None.
-    """
-    result = work() if jax.process_index() == 0 else None
+
+def _wait_for_process_0() -> None:
+    """Waits until all processes call it, which process 0 does after its work."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("process 0 is done")
-    return work() if result is None else result
 
 
 def broadcast_flag(flag: bool) -> bool:

@@ -32,13 +32,14 @@ def close_run(
     say: LinePrinter,
     unsaved: str = "",
 ) -> int:
-    """Prints the closing table.
+    """Prints the closing table, and returns the exit status.
 
-    It compares speculation with plain decoding on the run's last batch. Returns the exit status.
+    If `compare_plain` is set, the table compares speculation with plain decoding on the prompts of
+    the last rollout.
 
     Raises:
-      Diverged: the last batch or evaluation has no number, or the end of the run is not saved, as
-        `unsaved` says.
+      Diverged: the last batch or evaluation has no result, or the end of the run is not saved.
+        `unsaved` has the reason.
     """
     summary: dict[str, float] = {}
     if config.compare_plain and step.generator.draft_length:

@@ -33,7 +33,7 @@ class PartialBatch:
     groups: int = 0
     """Number of groups in the batch so far."""
     metrics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Metrics of the rollouts that were used."""
+    """Metrics of the rollouts generated for it so far."""
 
 
 class BatchFiller:
@@ -56,8 +56,8 @@ class BatchFiller:
     ) -> tuple[PartialBatch, ScoredRollout | None, dict[str, Any]]:
         """Adds a rollout to a batch.
 
-        Only groups with differing rewards are added. Returns the batch to fill next, and the
-        complete batch with its metrics if there is one.
+        Only groups with differing rewards are added. The rows of `batch` are donated. Returns the
+        batch to fill next, and the complete batch with its metrics if there is one.
 
         Raises:
           Diverged: `dynamic_sampling.max_batches` rollouts had no such group. `batch` is unchanged.
@@ -92,18 +92,13 @@ class BatchFiller:
     def _add_groups(
         self, rows: ScoredRollout, rollout: ScoredRollout, groups: np.ndarray, first_group: int
     ) -> ScoredRollout:
-        """Writes groups of a rollout into a batch.
-
-        They take places from `first_group` on.
-        """
-        row_indices = dynamic_sampling.assign_places(
+        """Writes groups of a rollout into a batch that has `first_group` groups already."""
+        group_at_place = dynamic_sampling.assign_places(
             groups, first_group, self._prompts, self._mini_batches
         )
         by_row = meshes.row_sharding(self._mesh)
-        index_layout = jax.ShapeDtypeStruct(row_indices.shape, row_indices.dtype, sharding=by_row)
-        return self._fill_rows(
-            rows, rollout.replace(plan=None), put_like(row_indices, index_layout)
-        )
+        layout = jax.ShapeDtypeStruct(group_at_place.shape, group_at_place.dtype, sharding=by_row)
+        return self._fill_rows(rows, rollout.replace(plan=None), put_like(group_at_place, layout))
 
     # Compiled on first use, and once for all batches.
     @cached_property

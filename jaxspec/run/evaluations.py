@@ -16,8 +16,8 @@ from jaxspec.config.settings import ResolvedConfig
 from jaxspec.evaluation.evaluator import (
     Evaluator,
     PolicyAnswerer,
+    estimates_to_metrics,
     has_evaluation,
-    to_metrics,
 )
 from jaxspec.evaluation.program import compile_evaluator, differing_settings, samples_per_problem
 from jaxspec.evaluation.records import RecordFile
@@ -58,7 +58,8 @@ class StepAnswerer:
 
     def __call__(self, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
-        # An empty rollout has nothing to learn, so the call only generates. It may be donated.
+        # An empty rollout has nothing to learn, so the call only generates. Each call gets a new
+        # one, which it may donate.
         result = self.schedule(self.state, self.scorer.empty_rollout(), prompts, lambda _: False)
         assert result.rollout is not None, "an evaluation call is never interrupted"
         self.state = result.state
@@ -84,7 +85,7 @@ BEST_FILE = "best.json"
 class Evaluations:
     """Evaluates the policy of a run.
 
-    Keeps the checkpoint with the highest metric `eval.keep_best`.
+    Keeps the checkpoint with the highest metric `eval.keep_best`, if that names one.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Evaluations:
         """Opens the evaluations of the run in `folder`. `bind` gives a state's answerer.
 
         Raises:
-          ConfigError: evaluations have no such metric, or the best checkpoint was chosen by other
-            settings.
+          ConfigError: `eval.keep_best` is no metric of evaluations, or the best checkpoint was
+            chosen by other settings.
         """
         self._evaluator, self._bind = evaluator, bind
         self._folder, self._metric = folder, config.eval.keep_best
@@ -128,8 +129,9 @@ class Evaluations:
         )
 
     def _read_best_value(self) -> dict[str, float]:
-        """Reads the best checkpoint's value, by its number."""
-        # The file is written before the checkpoint, which may then fail. It keeps earlier values.
+        """Reads the best checkpoint's value, by its number. Returns no value without one."""
+        # The file is written before a checkpoint, which may then fail to be saved. So it also has
+        # the values of earlier ones.
         if self._best is None or self._best.latest_step() is None:
             return {}
         newest, file = str(self._best.latest_step()), self._folder / BEST_FILE
@@ -147,18 +149,18 @@ class Evaluations:
     ) -> tuple[TrainState, dict[str, float]]:
         """Evaluates the policy.
 
-        Answers are written down under the number `step`. Returns the state, which may be donated,
-        and the metrics. They are empty if it was stopped.
+        Answers are written down under the number `step`. Donates `state` or returns it as it is.
+        Also returns the metrics, which are empty if `stop` returned true.
         """
         answerer = self._bind(state)
         records = self._evaluator(answerer, stop)
         if records is None:
             return answerer.state, {}
         self._records.append_records(step, records)
-        return answerer.state, to_metrics(self._evaluator.estimate_sets(records))
+        return answerer.state, estimates_to_metrics(self._evaluator.estimate_sets(records))
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """Returns whether metrics beat the best checkpoint."""
+        """Returns whether metrics beat the best checkpoint. Without `eval.keep_best`, none do."""
         value = metrics.get(f"eval/{self._metric}")
         return value is not None and value > max(self._values.values(), default=float("-inf"))
 
@@ -170,8 +172,8 @@ class Evaluations:
         process_state: dict[str, Any] | None,
         metrics: dict[str, float],
     ) -> None:
-        """Starts to save the best checkpoint, as `Checkpoints.save`."""
-        assert self._best is not None, "there is a metric to be best by"
+        """Starts to save the best checkpoint, like `Checkpoints.save`."""
+        assert self._best is not None, "only a metric makes a checkpoint the best"
         self._values[str(checkpoint_number)] = metrics[f"eval/{self._metric}"]
         if jax.process_index() == 0:
             values = {"eval": self._settings, "values": self._values}
@@ -198,7 +200,8 @@ def open_evaluations(
     They use the program of the run's step, unless their settings need another one.
 
     Raises:
-      ConfigError: that program does not fit the devices, or `eval.keep_best` is no metric.
+      ConfigError: that program does not fit the devices, `eval.keep_best` is no metric, or the best
+        checkpoint was chosen by other settings.
     """
 
     def bind_step(state: TrainState) -> StateAnswerer:

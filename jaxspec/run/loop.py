@@ -84,7 +84,7 @@ class Loop:
         self.unsaved = ""
         """Why the run could not be saved last. Empty if it was saved."""
         self._acceptance = 0.0
-        """Acceptance length of the batch before. 0 if there was none since the start."""
+        """Acceptance length of the batch reported last. 0 before the first since this start."""
         self._stop_checks = 0
         records = read_metrics(host.workdir) if jax.process_index() == 0 else []
         self._stalls = make_stall_watch(config, records)
@@ -94,31 +94,34 @@ class Loop:
         )
 
     def run_to_end(self, run: RunState) -> bool:
-        """Runs from `run`, which it changes, to the end. False if it was asked to stop before."""
+        """Runs from `run`, which it updates, to the end.
+
+        Returns False if it was stopped before.
+        """
         config = self.config
         while True:
             record = run.queue[-1].record if run.queue else None
             # Also right after a resume: a run that was stopped before its evaluation makes up for
             # it, with the same weights.
-            if record is not None and self._is_due(record):
+            if record is not None and self._is_evaluation_due(record):
                 record.metrics |= self._evaluate_policy(run, record.batch, self._should_stop)
             if self.interrupt.stop_requested or self._should_stop():
                 self.save_checkpoint(run)
                 return False
-            # Before the call, which donates the state.
+            # Saved before the call, which donates the state.
             if run.queue and run.next_batch % config.save_every == 0:
                 self.save_checkpoint(run)
             if not self._run_call(run):
                 return False
-            workdirs.mark_saved(self.host.workdir)
+            workdirs.mark_checkpoint_saved(self.host.workdir)
             if run.has_ended(config.steps):
                 self.save_checkpoint(run)
                 return True
 
-    def _is_due(self, record: BatchRecord) -> bool:
-        """Returns whether to evaluate a batch's weights now.
+    def _is_evaluation_due(self, record: BatchRecord) -> bool:
+        """Returns whether to evaluate the weights that sampled a batch now.
 
-        These are the weights that sampled it. The last batch is evaluated after its update.
+        If it is the last batch, its weights are evaluated after the update instead.
         """
         is_last = record.batch == self.config.steps - 1
         is_evaluated = record.batch % self.config.eval.every == 0
@@ -128,7 +131,7 @@ class Loop:
         """Makes one call of the step.
 
         It learns from the oldest queued batch, then generates the next rollout, which is scored.
-        False if generation was interrupted.
+        Returns False if generation was interrupted.
         """
         host, call = self.host, run.generated
         # After N batches, one more call learns from the last and generates nothing.
@@ -157,7 +160,7 @@ class Loop:
     def _finish_record(
         self, run: RunState, record: BatchRecord, result: StepResult, is_last: bool
     ) -> None:
-        """Completes a batch's record after its update."""
+        """Completes and reports a batch's record after its update."""
         run.learned += 1
         record.metrics |= result.training_metrics
         if is_last:
@@ -167,15 +170,18 @@ class Loop:
     def _queue_rollout(
         self, run: RunState, rollout: Rollout, result: StepResult, seconds: dict[str, float]
     ) -> None:
-        """Scores a rollout, and queues a batch.
+        """Scores a rollout, and queues it as a batch.
 
-        With dynamic sampling, a batch is queued once it is full.
+        With dynamic sampling, a batch is queued once it is complete.
+
+        Raises:
+          Diverged: too many rows have no reward, or dynamic sampling finds no group.
         """
         start_time = time.perf_counter()
         try:
             scoring = self.host.scorer.score_training(run.generated, rollout)
         except Diverged:
-            # The weights are as good as before.
+            # Saved, since it is the reward that failed, not the weights.
             self.save_checkpoint(run)
             raise
         seconds |= {"time/reward": time.perf_counter() - start_time}
@@ -194,7 +200,7 @@ class Loop:
                     run.filling, scoring, metrics
                 )
             except Diverged:
-                # There is no batch whose record would keep them, and the message refers to them.
+                # The message refers to these samples, and no batch has a record to keep them in.
                 self.writer.write_samples(run.next_batch, scoring.samples[:SAMPLE_COUNT])
                 self.save_checkpoint(run)
                 raise
@@ -212,7 +218,7 @@ class Loop:
         """Writes and shows the complete record of a batch.
 
         Raises:
-          Diverged: too many updates in a row were not finite.
+          Diverged: too many updates in a row were skipped.
         """
         config, metrics = self.config, record.metrics_line
         metrics["time/step"] += metrics.get("time/train", 0.0)  # if it was timed by itself
@@ -245,7 +251,10 @@ class Loop:
     def _evaluate_policy(
         self, run: RunState, batch: int, stop: Callable[[], bool]
     ) -> dict[str, float]:
-        """Evaluates the policy, which changes nothing in the run. Empty when asked to stop."""
+        """Evaluates the policy, and saves a checkpoint of it if it is the best so far.
+
+        Returns the metrics, which are empty if it was stopped.
+        """
         evaluations = self.host.evaluations
         run.state, metrics = evaluations(run.state, batch, stop)
         # Weights that a run cannot go on from are not kept, even if they evaluate best.
@@ -254,12 +263,11 @@ class Loop:
         return metrics
 
     def save_checkpoint(self, run: RunState) -> None:
-        """Starts to save a checkpoint.
+        """Starts to save a checkpoint with all that the next call needs.
 
-        It has everything that the next call needs. Does not save weights that are not sound. Then
-        `unsaved` gives the reason.
+        Weights that are not sound are not saved, and `unsaved` gets the reason.
         """
-        # A resume could not recover from them, and they would replace sound checkpoints.
+        # No resume could recover from unsound weights, and they would replace sound checkpoints.
         checkpoints = self.host.checkpoints
         self.unsaved = self._describe_faults(run)
         if self.unsaved:
@@ -276,9 +284,9 @@ class Loop:
         checkpoints.save(run.checkpoint_number, *run.to_checkpoint())
 
     def _describe_faults(self, run: RunState) -> str:
-        """Describes weights that a run cannot go on from. Empty if they are sound."""
+        """Describes faults that a run cannot go on from. Returns "" if the weights are sound."""
         conditions = np.asarray(self._read_conditions(run.state)).tolist()
-        # Not strict: there may be no draft.
+        # Without a draft that has weights, there is one condition only.
         by_network = zip(("policy", "draft"), conditions, strict=False)
         return " and ".join(
             f"the {name}'s {_FAULTS[condition_code]}"
@@ -287,18 +295,18 @@ class Loop:
         )
 
     def _score_slice(self, call: int, rollout: Rollout) -> bool:
-        """Begins to score rows between slices of generation. True to stop."""
+        """Begins to score rows between slices of generation. Returns whether to stop."""
         self.host.scorer.begin_scoring(call, rollout)
         return self._should_stop()
 
     def _should_stop(self) -> bool:
         """Returns whether to stop. All processes agree."""
-        # A process numbers its checks, so that all stop at the same one.
+        # Each process numbers its checks, so that all can stop at the same one.
         self._stop_checks += 1
         return self.interrupt.should_stop(self._stop_checks)
 
 
 def _network_conditions(state: TrainState) -> Int[Array, " n"]:
-    """Checks the policy and, if there is one, the draft."""
+    """Returns the condition of the policy and, if it has weights, of the draft."""
     states = state.learner.policy, state.learner.draft
     return jnp.stack([check_condition(item) for item in states if isinstance(item, NetworkState)])

@@ -27,9 +27,9 @@ AdvanceRounds = Callable[[RolloutWeights, DecodeState, np.int32], DecodeState]
 AdvanceSlice = Callable[[DecodeState], DecodeState]
 """Runs the rounds of one slice."""
 TIMED_ROUNDS = 4
-"""Rounds that the first rollout times for a length: with the warm-up, 21 rounds for 3 lengths."""
+"""Rounds that are timed for a length. With those around them, its three calls make 7 rounds."""
 CHECK_INTERVAL = 64
-"""Rounds between checks of the first rollout for costs that were not timed yet."""
+"""Maximum rounds of the first rollout between two checks for costs that were not timed yet."""
 
 
 class RoundTimer:
@@ -55,15 +55,15 @@ class RoundTimer:
         self._was_timed = False
         """Whether the last slice was timed."""
 
-    def time_next_rollout(self) -> None:
-        """Times the next training rollout, whatever its number."""
-        # For a resumed run from another machine, where rounds had other costs.
+    def request_timing(self) -> None:
+        """Requests that the next training rollout is timed, even if it is not the first."""
+        # For a run that is resumed on another machine, where rounds have other costs.
         self._times_next = True
 
-    def begin_rollout(
+    def prepare_rollout(
         self, advance: AdvanceRounds, weights: RolloutWeights, prompts: Prompts
     ) -> AdvanceSlice:
-        """Begins a rollout. Returns the function that advances it by a slice."""
+        """Returns the function that advances a rollout by a slice, and times it if it is due."""
         chooser = weights.drafter.chooser
         assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
         is_training = int(prompts.stream) == Stream.TRAIN
@@ -77,13 +77,16 @@ class RoundTimer:
         self._costs = costs
         return functools.partial(self._advance_slice, costs, advance, weights)
 
-    def end_rollout(self) -> np.ndarray | None:
-        """Saves and returns a timed rollout's costs. None if it was not timed."""
+    def finish_rollout(self) -> np.ndarray | None:
+        """Returns the costs of a rollout that was timed, or None.
+
+        Saves costs if all lengths were timed.
+        """
         costs, self._costs = self._costs, None
         if costs is None:
             return None
         self._times_next = False
-        # The next run times nothing if there is a file, so an incomplete one is not saved.
+        # The next run times nothing if there is a file, so incomplete costs are not saved.
         if costs.has_all_lengths and jax.process_index() == 0:
             save_table(self._file, costs.table, "the next run times its rounds anew")
         return costs.table
@@ -124,7 +127,7 @@ class RoundTimer:
     def _find_cell(self, decode_state: DecodeState) -> tuple[int, int] | None:
         """Returns loop and context of the next rounds.
 
-        The busiest shard decides. None if all rows have ended, or if a preempted row waits.
+        The busiest shard decides. Returns None if all rows have ended, or a preempted row waits.
         """
         rollout = decode_state.rollout
         busiest_shard = self._find_busiest(
@@ -141,7 +144,7 @@ class RoundTimer:
 
 
 def _with_costs(weights: RolloutWeights, cost: np.ndarray) -> RolloutWeights:
-    """Replaces the costs for choosing draft lengths."""
+    """Returns weights with other costs for choosing draft lengths."""
     chooser = weights.drafter.chooser
     assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
     chooser = chooser.replace(round_cost=put_like(cost, chooser.round_cost))

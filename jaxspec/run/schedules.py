@@ -50,7 +50,8 @@ class StepResult(NamedTuple):
     rollout: Rollout | None
     """None if generation was interrupted. The state has learned from its batch even then."""
     training_metrics: dict[str, float]
-    """Metrics of the batch that was learned from, with the seconds of learning."""
+    """Metrics of the batch that was learned from. They include seconds: of learning, or of the
+    whole call if it is one program."""
     rollout_metrics: dict[str, float]
     seconds: Seconds
     """Seconds of the other phases, by metric name."""
@@ -61,7 +62,8 @@ SliceCallback = Callable[[Rollout], bool]
 
 
 SliceFactory = Callable[[AdvanceRounds, RolloutWeights, Prompts], AdvanceSlice]
-"""Function that returns, before the first round of a rollout, how to run its slices."""
+"""Function that is called before the first round of a rollout, and returns one that runs a slice
+of it."""
 
 
 class StepSchedule(NamedTuple):
@@ -72,7 +74,7 @@ class StepSchedule(NamedTuple):
     programs: Mapping[str, Any]
     """Compiled programs, by phase."""
     restart_timing: Callable[[], None] = lambda: None
-    """Times rounds again in the next training rollout, if the schedule times them at all."""
+    """Requests that the next training rollout times rounds again, if the schedule times any."""
 
     def __call__(
         self, state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
@@ -147,7 +149,7 @@ class _TimedPhases:
         self.seconds: Seconds = {}
 
     def __call__(self, phase: str, _: Callable, *arguments: Any) -> Any:
-        """Runs a phase."""
+        """Runs and times a phase."""
         start_time = time.perf_counter()
         match phase:
             case "train" if self._is_learning:
@@ -163,17 +165,16 @@ class _TimedPhases:
                 result = {} if arguments[0] is None else self._phases.measure(*arguments)
             case _:
                 raise AssertionError(f"no program for the phase {phase}")
-        self.seconds[f"time/{phase}"] = _wait_seconds(result, start_time)
+        self.seconds[f"time/{phase}"] = _time_until_ready(result, start_time)
         return result
 
 
 def compile_staged_schedule(
     step: Step, prompt_count: int, slice_factory: SliceFactory | None = None
 ) -> StepSchedule:
-    """Compiles each phase of a step by itself.
+    """Compiles each phase of a step by itself, so that each can be timed.
 
-    This gives the seconds of each phase. Generation runs in the slices of `slice_factory`, or at
-    once if it is None.
+    Generation runs in the slices of `slice_factory`, or in one piece if it is None.
     """
     phases, programs = _compile_phases(step, prompt_count, slice_factory)
 
@@ -187,7 +188,8 @@ def compile_staged_schedule(
         )
         step_seconds, seconds = time.perf_counter() - start_time, run_phase.seconds
         train_seconds = {"time/train": seconds["time/train"]} if is_learning else {}
-        # The batch that is learned from is the previous one, so its seconds are in its own record.
+        # The seconds of learning belong to the record of the batch that is learned from, which is
+        # the previous one.
         step_time = {"time/step": step_seconds - sum(train_seconds.values())}
         return StepResult(
             state,
@@ -226,8 +228,8 @@ def _compile_phases(
     return phases, {"train": learn, "prepare": sync, **programs, "measure": measure}
 
 
-def _wait_seconds(result: Any, start_time: float) -> float:
-    """Waits for a result. Returns seconds since `start_time`."""
+def _time_until_ready(result: Any, start_time: float) -> float:
+    """Waits for a result, and returns the seconds since `start_time`."""
     # JAX returns before devices have finished.
     jax.block_until_ready(result)
     return time.perf_counter() - start_time
@@ -281,20 +283,20 @@ def _compile_sliced_generation(
 def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0) -> StepSchedule:
     """Compiles a step whose first rollout times rounds of each draft length.
 
-    Later rollouts run in slices of `slice_rounds` rounds, or at once if it is 0.
+    Later rollouts run in slices of `slice_rounds` rounds, or in one piece if it is 0.
     """
     # The seconds of a full step cannot tell lengths apart. It has hundreds of rounds, nearly all
     # of the length that seems best, and an update of the policy. To force a length for a full
     # rollout would cost as much as it can win. So generation has its own program here, and a slice
     # with rounds of one length is timed. Nothing is compiled for the timing alone.
     timer = RoundTimer(step.generator, slice_rounds or ALL_ROUNDS)
-    schedule = compile_staged_schedule(step, prompt_count, slice_factory=timer.begin_rollout)
+    schedule = compile_staged_schedule(step, prompt_count, slice_factory=timer.prepare_rollout)
 
     def run_step(
         state: TrainState, scored: ScoredRollout, prompts: Prompts, on_slice: SliceCallback
     ) -> StepResult:
         result = schedule(state, scored, prompts, on_slice)
-        cost = timer.end_rollout()
+        cost = timer.finish_rollout()
         # An interrupted rollout is generated again later, and times its rounds then.
         if cost is None or result.rollout is None:
             return result
@@ -306,14 +308,14 @@ def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0
             state=result.state.replace(generator=generator_state.replace(chooser=chooser))
         )
 
-    return StepSchedule(run_step, schedule.programs, timer.time_next_rollout)
+    return StepSchedule(run_step, schedule.programs, timer.request_timing)
 
 
 def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, StepSchedule]:
     """Compiles the step of a job's config.
 
     Sizes that the config leaves open are chosen to fit the devices. Returns the job with these
-    sizes. Until `stack` closes, out-of-memory errors name the owners of memory.
+    sizes, and the schedule. Until `stack` closes, out-of-memory errors name the owners of memory.
 
     Raises:
       ConfigError: the step does not fit.
@@ -335,7 +337,7 @@ def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, StepSc
         return compile_fused_schedule(step, prompts)
 
     fit = fit_step(job.step, prompts, compile_step, automatic_sizes(config, job.mesh))
-    sizes = memory.report_memory(fit.step, fit.memory_uses, fit.limit)
+    sizes = memory.format_memory_uses(fit.step, fit.memory_uses, fit.limit)
     job.say(f"compiled in {time.perf_counter() - start_time:.1f} s; {sizes}")
     stack.enter_context(memory.explain_memory_errors(fit.memory_uses))
     return job.with_sizes(**fit.step.sizes._asdict()), fit.compiled

@@ -1,4 +1,4 @@
-"""Start of a run: first weights of policy and draft, and costs of rounds on this machine."""
+"""Start of a run: first weights of policy and draft, and costs of its draft lengths."""
 
 import time
 
@@ -9,7 +9,7 @@ from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.history import AnswerHistory
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.host.prompts import PromptSource
-from jaxspec.host.round_cost import add_length_chooser
+from jaxspec.host.round_cost import fill_length_chooser
 from jaxspec.preparation.draft import get_or_train_draft
 from jaxspec.preparation.draft_data import TextRows, read_training_text
 from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
@@ -30,10 +30,12 @@ from jaxspec.tokens.tokenizer import Tokenizer
 def read_offline_text(
     config: ResolvedConfig, tokenizer: Tokenizer, say: LinePrinter
 ) -> TextRows | None:
-    """Reads the text for training the draft offline. None without one.
+    """Reads the text for training the draft offline.
+
+    Returns None if no draft is trained offline, or if it is trained on responses.
 
     Raises:
-      ConfigError: the file cannot be read.
+      ConfigError: some text cannot be used.
     """
     trains_offline = config.offline.steps > 0 and config.rollout.draft.is_learned
     return read_training_text(config, tokenizer, say) if trains_offline else None
@@ -52,13 +54,13 @@ def start_run(
     """Builds the state of a new run.
 
     Policy and draft come from folders or from the cache, or are trained now, or are random. If
-    draft lengths are chosen, the costs of rounds are measured.
+    rounds choose their draft length, the costs of the lengths are measured or predicted.
     `offline_text` is that of `read_offline_text`.
     """
     layout, shapes = step.state_shardings(), abstract_arguments(step, config.batch.prompts)[0]
     trains_offline = config.offline.steps > 0 and isinstance(shapes.learner.draft, NetworkState)
     draft_file, network = None, None
-    # This loads the policy too, so it comes before the run's own weights take memory.
+    # Training the draft loads the policy too, so it comes before the run's weights take memory.
     if trains_offline:
         draft_file = get_or_train_draft(config, step, tokenizer, offline_text, interrupt, say)
     else:
@@ -80,7 +82,7 @@ def start_run(
     state = jax.jit(step.init_state, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
     machine = describe_machine(step.generator.mesh)
     return RunState(
-        state=_measure_lengths(step, state, source.place_training(0), say),
+        state=_set_length_costs(step, state, source.place_training(0), say),
         history=source.history,
         filling=filler.empty_batch() if filler else None,
         machine=machine,
@@ -94,7 +96,7 @@ def adapt_run(
 ) -> None:
     """Adapts a restored run to this machine.
 
-    Costs of rounds are measured again if they are those of another machine. Acceptance stays.
+    Costs of draft lengths that come from another machine or mesh are replaced. Acceptance stays.
     """
     run.machine = describe_machine(step.generator.mesh)
     saved_chooser = run.state.generator.chooser
@@ -102,7 +104,7 @@ def adapt_run(
     if isinstance(saved_chooser, NoChooser) or not broadcast_flag(run.timed_on != run.machine):
         return
     say("the costs of rounds in the checkpoint are of another machine or mesh")
-    state = _measure_lengths(step, run.state, source.place_training(run.generated), say)
+    state = _set_length_costs(step, run.state, source.place_training(run.generated), say)
     assert isinstance(state.generator.chooser, LengthChooser), "lengths are chosen by costs"
     chooser = state.generator.chooser.replace(acceptance=saved_chooser.acceptance)
     run.state = state.replace(generator=state.generator.replace(chooser=chooser))
@@ -111,7 +113,7 @@ def adapt_run(
 
 
 def describe_random_draft(config: ResolvedConfig) -> str:
-    """Remarks on a draft that starts from random weights. Empty for any other draft."""
+    """Warns of a draft that starts from random weights. Returns "" for any other draft."""
     draft = config.rollout.draft
     if not draft.is_learned or draft.path or config.offline.steps:
         return ""
@@ -127,12 +129,13 @@ def describe_random_draft(config: ResolvedConfig) -> str:
     )
 
 
-def _measure_lengths(
+def _set_length_costs(
     step: Step, state: TrainState, prompts: Prompts, say: LinePrinter
 ) -> TrainState:
-    """Measures cost and acceptance of each draft length.
+    """Sets and prints the costs of draft lengths and the draft's acceptance.
 
-    Returns the state unchanged if rounds do not choose their length.
+    A CPU measures both. On an accelerator costs are predicted, and acceptance is unknown. Returns
+    the state unchanged if rounds do not choose their length.
     """
     if isinstance(state.generator.chooser, NoChooser):
         return state
@@ -143,7 +146,7 @@ def _measure_lengths(
             " worth"
         )
     start_time = time.perf_counter()
-    state, lengths = add_length_chooser(step, state, prompts), step.generator.settings.lengths
+    state, lengths = fill_length_chooser(step, state, prompts), step.generator.settings.lengths
     chooser = state.generator.chooser
     assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
     costs = np.asarray(chooser.round_cost)[:, 0, 0]

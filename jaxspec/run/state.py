@@ -18,7 +18,7 @@ FORMAT = 2
 
 @dataclasses.dataclass
 class BatchRecord:
-    """Record of a batch. The update on it completes it."""
+    """Record of a batch. It is complete after the update on the batch."""
 
     batch: int
     """Place in the run, from 0."""
@@ -43,7 +43,7 @@ class QueuedBatch:
 
 @dataclasses.dataclass
 class RunState:
-    """State of a run between two calls. With `TrainState` it is all that the next call needs."""
+    """State of a run between two calls: all that the next call needs."""
 
     state: TrainState
     history: AnswerHistory
@@ -51,9 +51,9 @@ class RunState:
     queue: list[QueuedBatch] = dataclasses.field(default_factory=list)
     """Batches that wait for their update, oldest first."""
     generated: int = 0
-    """Training rollouts generated. More than batches if several fill one."""
+    """Number of training rollouts generated. Dynamic sampling may use several for a batch."""
     learned: int = 0
-    """Batches learned from."""
+    """Number of batches learned from."""
     filling: PartialBatch | None = None
     """Batch that rollouts are filling. None without dynamic sampling."""
     machine: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,20 +68,21 @@ class RunState:
 
     @property
     def checkpoint_number(self) -> int:
-        """Number of its checkpoint: rollouts generated plus batches learned."""
+        """Number of its checkpoint: rollouts generated plus batches learned from."""
         # Every call raises the sum, also one that only learns or only generates.
         return self.generated + self.learned
 
     def has_ended(self, steps: int) -> bool:
-        """Returns whether all `steps` batches are learned."""
+        """Returns whether all `steps` batches are learned from."""
         return self.learned >= steps and not self.queue
 
     def to_checkpoint(self) -> tuple[PyTree, dict[str, Any], dict[str, Any] | None]:
         """Returns the content of a checkpoint.
 
-        It has arrays, JSON values of the run, and JSON values of this process.
+        It has arrays, JSON values of the run, and JSON values of this process. The last are None
+        without answers for drafts.
         """
-        # Plans belong to a mesh. They are made again.
+        # Plans belong to a mesh, so a restored run makes them again.
         queue = tuple(item.rollout.replace(plan=None) for item in self.queue)
         host_state: dict[str, Any] = {
             "format": FORMAT,
@@ -105,7 +106,7 @@ class RunState:
 def restore_run(
     step: Step, prompts: int, checkpoints: Checkpoints, history: AnswerHistory
 ) -> RunState | None:
-    """Restores the newest intact checkpoint. None without any.
+    """Restores the newest intact checkpoint. Returns None if there is no checkpoint.
 
     Arrays are placed on the step's mesh. Batches have no plans.
 

@@ -14,7 +14,7 @@ from jaxspec.config.as_json import to_json
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import resolve_config
 from jaxspec.host import loaded_run
-from jaxspec.host.job import report_errors
+from jaxspec.host.job import run_and_report_errors
 from jaxspec.host.workdir import prepare_workdir
 from jaxspec.system.interrupt import Interrupt
 from tests.bad_inputs.programs import QUICK, assert_one_line, edited, ended, put, trained
@@ -31,7 +31,7 @@ def test_a_home_that_nobody_has(
         "--checkpoint": lambda: loaded_run.find_run(place),
         "--out": lambda: export.export_run(run, export.ExportOptions(out=place)),
     }
-    status, printed = ended(lambda: report_errors(work[setting]), capsys)
+    status, printed = ended(lambda: run_and_report_errors(work[setting]), capsys)
     assert status == 2
     assert_one_line(
         printed, f"{setting} is '{place}', and no home directory of ~nosuch is known here"
@@ -125,11 +125,11 @@ def test_run_folders(
 
     def work() -> int:
         if program == "sample":
-            return report_errors(
+            return run_and_report_errors(
                 lambda: sample.main(["--checkpoint", str(folder), "--prompt", "1+1="])
             )
         with Interrupt() as interrupt:
-            return report_errors(
+            return run_and_report_errors(
                 lambda: export.main(["--checkpoint", str(folder), "--out", "out"], interrupt)
             )
 

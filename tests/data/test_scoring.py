@@ -65,6 +65,22 @@ def test_references_that_cannot_be_read_are_listed(tmp_path: Path) -> None:
         try_scorers(asked, sets, make_scorers(asked))
 
 
+def test_workers_that_die_during_the_trial_are_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def f(*_):\n    return [0.0]\n", encoding="utf-8")
+    asked = config(function=f"{file}:f", workers=1)
+    scorers, sets = make_scorers(asked), load_sets(asked, character_tokenizer())
+    pool = scorers[0]._pool
+    assert pool is not None
+    pool._process.kill()
+    pool._process.wait()
+    reason = (
+        r"^reward\.function .*own\.py:f: the keeper process of the workers ended with status -9"
+    )
+    with pytest.raises(ConfigError, match=reason):
+        try_scorers(asked, sets, scorers)
+
+
 def test_a_sandbox_is_said_and_none_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ResolvedConfig(
         data=DataConfig(answer_style="code"),

@@ -22,7 +22,7 @@ from jaxspec.config.settings import (
     SftConfig,
 )
 from jaxspec.data.problems import ProblemSets, load_sets
-from jaxspec.evaluate import claim_folder, evaluation_config, require_draft_weights
+from jaxspec.evaluate import claim_folder, load_evaluation_config, require_draft_weights
 from jaxspec.evaluation import program
 from jaxspec.evaluation.records import RecordFile
 from jaxspec.host.job import Job, make_job
@@ -43,12 +43,12 @@ def run_of(**changes: Any) -> SavedRun:
 
 def test_a_checkpoint_is_evaluated_as_its_run_generates() -> None:
     run = run_of(data=DataConfig(digits=3))
-    config = evaluation_config([], run)
+    config = load_evaluation_config([], run)
     assert config.rollout == run.config.rollout
     assert config.data == run.config.data
     assert config.workdir == "runs/mine-eval-12"
     words = ["--rollout.draft.kind", "ngram", "--eval.samples", "4"]
-    changed = evaluation_config(words, run)
+    changed = load_evaluation_config(words, run)
     assert (changed.rollout.draft.kind, changed.eval.samples) == ("ngram", 4)
     for words, told in (
         (["--rollout.draft.kind", "mtp"], "the run's draft is eagle3, so there are no weights"),
@@ -57,12 +57,12 @@ def test_a_checkpoint_is_evaluated_as_its_run_generates() -> None:
         (["--model.layers", "3"], "no use for --model.layers"),
     ):
         with pytest.raises(ConfigError, match=told):
-            evaluation_config(words, run)
+            load_evaluation_config(words, run)
 
 
 def test_a_config_beside_a_checkpoint_says_what_is_measured_and_how() -> None:
     run = run_of(data=DataConfig(max_prompt_length=2048))
-    config = evaluation_config(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
+    config = load_evaluation_config(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
     assert [each.name for each in config.eval.sets] == ["aime24", "aime25", "math500"]
     assert (config.eval.temperature, config.eval.max_new_tokens) == (0.6, 32_768)
     assert config.rollout == run.config.rollout
@@ -152,9 +152,9 @@ def test_what_a_run_was_trained_on_is_not_needed_for_other_sets() -> None:
         reward=RewardConfig(function="gone.py:reward", workers=2),
         loss=LossConfig(function="gone.py:loss"),
     )
-    alone = evaluation_config([], run)
+    alone = load_evaluation_config([], run)
     assert alone.data.path == "gone.jsonl", "held-out problems are in that file"
-    config = evaluation_config(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
+    config = load_evaluation_config(["--config", f"{CONFIGS}/eval_aime.py:qwen3_8b"], run)
     assert (config.data.path, config.data.prompt_format) == ("", "raw")
     assert config.reward == RewardConfig(), "workers are the config's"
     assert {each.reward.verifier for each in config.eval.sets} == {"math"}

@@ -25,7 +25,7 @@ from jaxspec.config.settings import (
 )
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import make_scorers
-from jaxspec.evaluation.evaluator import Evaluator, to_metrics
+from jaxspec.evaluation.evaluator import Evaluator, estimates_to_metrics
 from jaxspec.evaluation.program import build_evaluation_step, differing_settings, evaluation_config
 from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.evaluation.tables import build_results_table
@@ -166,7 +166,7 @@ def test_what_is_estimated_is_what_the_policy_does(evaluator: Evaluator, policy:
         assert found[name]["pass@4"].value == 1.0
         # an odd sum has two votes for each of two answers, an odd difference none for the other
         assert found[name]["cons@4"].value == pytest.approx(1 - odd * (1 - votes))
-    metrics = to_metrics(found)
+    metrics = estimates_to_metrics(found)
     assert metrics["eval/sums/avg@4"] == found["sums"]["avg@4"].value
     assert metrics["eval/sums/avg@4/low"] <= metrics["eval/sums/avg@4"]
 
@@ -178,7 +178,7 @@ def test_a_set_without_a_judged_answer_has_no_metrics(evaluator: Evaluator, poli
         if record["set"] == "differences":
             record["correct"] = record["reward"] = [None] * 4
     found = evaluator.estimate_sets(records)
-    metrics = to_metrics(found)
+    metrics = estimates_to_metrics(found)
     assert {name.split("/")[1] for name in metrics} == {"sums"}
     assert all(math.isfinite(value) for value in metrics.values())
     assert found["differences"]["avg@4"].to_record() == {"problems": 0}

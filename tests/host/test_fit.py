@@ -135,7 +135,7 @@ def test_the_micro_batch_shrinks_until_it_fits_and_no_further(
         monkeypatch.setattr(fitting, "device_memory", lambda limit=limit: limit)
         fit = fit_step(asked, PROMPTS, compiled, AutomaticSizes(tokens=True))
         assert fit.step.learner.micro_tokens == tokens
-        assert f"micro-batches of {tokens} tokens" in memory.report_memory(
+        assert f"micro-batches of {tokens} tokens" in memory.format_memory_uses(
             fit.step, fit.memory_uses, fit.limit
         )
     monkeypatch.setattr(fitting, "device_memory", lambda: least - 1)

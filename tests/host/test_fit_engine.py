@@ -142,7 +142,7 @@ class TestFittingTheEngine:
         fit = machine.fit(monkeypatch, config, machine.total(config))
         assert fit.step.sizes == engine_step(config).sizes._replace(pages=GROUPS * 2 + 128 * 16)
         assert machine.alone == 0
-        assert "128 slots, 2056 pages of 4 positions" in memory.report_memory(
+        assert "128 slots, 2056 pages of 4 positions" in memory.format_memory_uses(
             fit.step, fit.memory_uses, fit.limit
         )
 

@@ -26,7 +26,7 @@ from jaxspec.config.settings import (
     RolloutConfig,
     SftConfig,
 )
-from jaxspec.host.job import make_job, process_identity, report_errors
+from jaxspec.host.job import collect_job_values, make_job, run_and_report_errors
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.run.start import describe_random_draft
 from jaxspec.storage.cache import read_sources
@@ -47,11 +47,11 @@ def test_what_processes_compare_is_what_shapes_their_programs(
     )
 
     def changed() -> set[str]:
-        now = process_identity(config)
+        now = collect_job_values(config)
         return {name for name in now | first if now.get(name) != first.get(name)}
 
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1  --xla_dump_to=/tmp/0")
-    first = process_identity(config)
+    first = collect_job_values(config)
     assert first.keys() >= {"jaxspec", "jax", "jaxlib", "JAX_PLATFORMS", "batch.prompts"}
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1 --xla_dump_to=/tmp/1")
     assert changed() == set()
@@ -171,13 +171,13 @@ def _refused(number: int) -> Callable[[], Any]:
 def test_a_file_that_cannot_be_used_is_one_line(
     work: Callable[[], Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report_errors(work) == 2
+    assert run_and_report_errors(work) == 2
     assert capsys.readouterr().err == f"error: {said} see to that and run the same command again\n"
 
 
 def test_an_error_of_the_system_without_a_file_has_its_traceback() -> None:
     with pytest.raises(OSError, match="Broken pipe"):
-        report_errors(lambda: os.write(_closed_pipe(), b"x"))
+        run_and_report_errors(lambda: os.write(_closed_pipe(), b"x"))
 
 
 @pytest.mark.parametrize("told", ["Unable to allocate 4.00 PiB for an array", ""])
@@ -188,7 +188,7 @@ def test_too_little_memory_is_one_line_that_says_for_what(
         raise MemoryError(*filter(None, [told]))
 
     monkeypatch.setattr(Path, "read_text", too_large)
-    assert report_errors(lambda: len(read_sources("host/job.py"))) == 2
+    assert run_and_report_errors(lambda: len(read_sources("host/job.py"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: this machine has too little memory (")
     assert told in line
@@ -217,9 +217,9 @@ def test_the_end_of_another_process_is_one_line(
 
     if not (joined and lost):
         with pytest.raises(jax.errors.JaxRuntimeError, match=told[:5]):
-            report_errors(work)
+            run_and_report_errors(work)
         return
-    assert report_errors(work) == 1
+    assert run_and_report_errors(work) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: another process of the job has ended")
     assert told in line

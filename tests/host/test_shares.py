@@ -55,7 +55,7 @@ global_arrays.sum_over_processes = lambda table: (summed.append(table.size), add
 asked = batches.source.place_training(0)
 here = np.flatnonzero(batches.source._is_held)
 questions = global_arrays.read_local_rows(asked.tokens, here)
-placed_problems = batches.source._problems_at(0, batches.source._is_held)
+placed_problems = batches.source._select_problems(0, batches.source._is_held)
 expected = [placed_problems[int(place)].ids for place in here]
 assert [tuple(row[:len(ids)]) for row, ids in zip(questions, expected)] == expected
 rows = np.flatnonzero(np.repeat(batches.source._is_held, group))

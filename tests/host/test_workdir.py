@@ -62,7 +62,7 @@ class TestNothingIsErased:
         """However few batches have metrics: a run that is stopped saves at once."""
         here = job_of(job, tmp_path)
         begun(tmp_path, here.config, batches=3, checkpoints=(6,))
-        workdir.mark_saved(tmp_path)
+        workdir.mark_checkpoint_saved(tmp_path)
         (tmp_path / "checkpoints" / "6").rmdir()
         told = refusal(here)
         assert "metrics of 3 batches" in told

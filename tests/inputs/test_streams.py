@@ -84,7 +84,7 @@ def test_the_pilot_has_coins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     step = build_step(tiny_config(tiny_model(dtype="float32"), draft), small_mesh(1), (), 11)
     state = jax.jit(step.init_random_state)()
     with pytest.raises(Enough):
-        round_cost.add_length_chooser(
+        round_cost.fill_length_chooser(
             step, state, tiny_prompts(8).replace(stream=jax.numpy.int32(Stream.TRAIN))
         )
     assert seen == [Stream.PILOT]

@@ -154,14 +154,14 @@ def rollout_on_a_false_clock(
     monkeypatch.setattr(round_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     timer, prompts = RoundTimer(at.generator), at.prompts.replace(batch=jnp.int32(batch))
     running = at.begin(ready, prompts)
-    one_slice = timer.begin_rollout(advance, ready, prompts)
+    one_slice = timer.prepare_rollout(advance, ready, prompts)
     for _ in lengths if batch == 0 else ():
         running = one_slice(running)
     before = made(running, lengths)
     running = one_slice(running)
     assert np.asarray(running.rollout.status == RUNNING).any()
     choices = made(running, lengths) - before
-    cost = timer.end_rollout()
+    cost = timer.finish_rollout()
     return Seen(asked, choices, np.zeros(0) if cost is None else cost)
 
 
@@ -207,12 +207,12 @@ def test_false_costs_are_found_out_within_thirty_rounds(
     at = engine()
     timer = RoundTimer(at.generator)
     calls = []
-    one_slice = timer.begin_rollout(
+    one_slice = timer.prepare_rollout(
         lambda ready, running, rounds: calls.append(int(rounds)) or running, lying, at.prompts
     )
     one_slice(at.begin(ready, at.prompts))
     assert calls == [round_timer.CHECK_INTERVAL]
-    np.testing.assert_array_equal(timer.end_rollout(), seen.cost)
+    np.testing.assert_array_equal(timer.finish_rollout(), seen.cost)
 
 
 @pytest.mark.slow
@@ -241,11 +241,11 @@ def test_a_run_from_another_machine_times_its_next_rollout() -> None:
     timer = RoundTimer(at.generator)
 
     def times() -> bool:
-        timer.begin_rollout(at.advance, ready, later)
-        return timer.end_rollout() is not None
+        timer.prepare_rollout(at.advance, ready, later)
+        return timer.finish_rollout() is not None
 
     assert not times()
-    timer.time_next_rollout()
+    timer.request_timing()
     assert [times(), times()] == [True, False]
 
 
@@ -329,7 +329,7 @@ def test_nothing_is_compiled_to_predict(
     monkeypatch.setattr(round_cost, "times_real_rounds", lambda _: True)
     state = a_state(step)
     monkeypatch.setattr(jax, "jit", _no_pilot)
-    found = round_cost.add_length_chooser(step, state, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab))
+    found = round_cost.fill_length_chooser(step, state, tiny_prompts(PROMPTS, WIDTH, MODEL.vocab))
     chooser = found.generator.chooser
     assert isinstance(chooser, LengthChooser)
     cost = np.asarray(chooser.round_cost)

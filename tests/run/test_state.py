@@ -68,7 +68,7 @@ def test_costs_of_rounds_are_those_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(start, "add_length_chooser", lambda step, state, _: with_costs(state, 7.0))
+    monkeypatch.setattr(start, "fill_length_chooser", lambda step, state, _: with_costs(state, 7.0))
     policy, draft = tiny_network(Decoder, MODEL, 1), tiny_network(eagle3, MODEL, 2)
     state = with_costs(jax.jit(job.step.init_state)(policy, draft), 2.0)
     state = jax.device_put(state, job.step.state_shardings())

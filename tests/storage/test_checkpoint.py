@@ -176,7 +176,7 @@ def test_a_full_disk_is_one_line_of_output(tmp_path: Path) -> None:
         from pathlib import Path
         import jax
         from jaxspec.storage.checkpoint import Checkpoints
-        from jaxspec.host.job import report_errors
+        from jaxspec.host.job import run_and_report_errors
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         def work():
             array = jax.random.normal(jax.random.key(0), (30_000,))
@@ -184,7 +184,7 @@ def test_a_full_disk_is_one_line_of_output(tmp_path: Path) -> None:
             with contextlib.closing(Checkpoints(Path(sys.argv[1]))) as checkpoints:
                 checkpoints.save(1, arrays, {})
             return 0
-        sys.exit(report_errors(work))
+        sys.exit(run_and_report_errors(work))
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     ended = fork_server.run(

@@ -41,7 +41,7 @@ from jaxspec.transfer import export_weights
 
 
 class Cell(NamedTuple):
-    """Generation settings of one entry of a table. Each row has a prompt of its own."""
+    """Generation settings of one entry of a table. Each generated row has its own prompt."""
 
     rows: int
     draft_length: int
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
     @property
     def prefill_name(self) -> str:
         """Name of the program that prefills the prompts."""
-        # Cells with and without command buffers share it. The option affects rounds only.
+        # Cells with and without command buffers share the program, as they affect rounds only.
         return f"prefill of {self.label}"
 
     @property
@@ -75,7 +75,7 @@ class Cell(NamedTuple):
 
 
 def replicate_shapes(mesh: Mesh, shapes: PyTree) -> PyTree:
-    """Adds a replicated sharding to abstract arrays."""
+    """Returns abstract arrays with a replicated sharding."""
     return jax.tree.map(lambda leaf: abstract_leaf(leaf, replicated_sharding(mesh)), shapes)
 
 
@@ -127,7 +127,7 @@ class Cells:
         return build_step(config, self.mesh, (), options.vocab)
 
     def make_generator(self, cell: Cell) -> Generator:
-        """Builds a cell's generator, which keeps drafts at the prescribed acceptance."""
+        """Builds a cell's generator. It keeps drafts at the prescribed acceptance, if any."""
         generator = self.make_step(cell).generator
         if not cell.draft_length:
             return generator.without_draft()
@@ -147,7 +147,7 @@ class Cells:
         return replicate_shapes(self.mesh, weights)
 
     def list_recipes(self, cell: Cell) -> list[Recipe]:
-        """Lists the programs of a cell: prefill, and a given number of rounds."""
+        """Lists the programs of a cell: prefill, and rounds whose number is an argument."""
         generator = self.make_generator(cell)
 
         def prefill_inputs() -> tuple[RolloutWeights, Prompts]:
@@ -179,7 +179,7 @@ class Cells:
         All cells share one policy. Cells with the same draft vocabulary share a draft.
         """
         shapes = self.abstract_weights(cell)
-        # Policy and draft have their own seeds, so that leaves of one shape and place differ.
+        # Policy and draft have their own seeds, so that leaves at the same place differ.
         target = self._reuse_weights(shapes.target, self.options.seed)
         network = self._reuse_weights(shapes.drafter.network, self.options.seed + 1)
         choice = jnp.zeros(shapes.drafter.factor_index.shape, jnp.int32)
@@ -191,12 +191,12 @@ class Cells:
         )
 
     def make_prompts(self, cell: Cell, call: int = 0) -> Prompts:
-        """Returns random prompts of full length."""
+        """Returns random prompts of full length for a cell. They depend on `call`."""
         return random_prompts(self.make_generator(cell), cell.rows, self.options, call)
 
     def drop_weights(self) -> None:
         """Drops all weights. They are made again when requested."""
-        # A GRPO step needs their memory.
+        # A GRPO step needs the memory.
         self._weights.clear()
 
     def _reuse_weights(self, shapes: PyTree, seed: int) -> PyTree:

@@ -79,7 +79,7 @@ def parse_options(argv: Sequence[str]) -> GpuOptions:
 
 def section_recipes(plan: GpuPlan, sections: Sequence[int]) -> list[Recipe]:
     """Lists the programs of sections in order, without duplicates."""
-    # Some sections share programs. The later of two equal recipes replaces the first in its place.
+    # Some sections share programs. A dict keeps each name at the place where it came first.
     recipes = [recipe for number in sections for recipe in SECTIONS[number].recipes(plan)]
     return list({recipe.name: recipe for recipe in recipes}.values())
 
@@ -105,7 +105,7 @@ def prepare_programs(options: GpuOptions) -> int:
 
 
 def measure_sections(options: GpuOptions) -> int:
-    """Measures the sections.
+    """Measures the sections that the file of results lacks.
 
     Returns the exit status, which is 1 if any part of a section failed.
     """
@@ -115,7 +115,7 @@ def measure_sections(options: GpuOptions) -> int:
     screen = Screen()
     log = _line_printer(screen)
     target = program_target(plan)
-    # The file may have runs of other cards, versions and sizes. These two identify the run.
+    # The file may have runs of other cards, versions and sizes. Target and sizes identify a run.
     results = Results(Path(options.out), target._asdict() | options.table_sizes)
     sections = []
     for number in options.section_numbers:
@@ -135,7 +135,7 @@ def measure_sections(options: GpuOptions) -> int:
     # Threads compile in this order, so later programs are compiled while earlier sections run.
     programs.queue_recipes(section_recipes(plan, sections))
     incomplete_sections, has_failures = [], False
-    # Programs that nothing waits for any more are not compiled after the last section.
+    # Closed after the last section, so that programs that nothing waits for are not compiled.
     with contextlib.closing(programs):
         for number in sections:
             if not _measure_section(run, number):
@@ -152,7 +152,7 @@ def measure_sections(options: GpuOptions) -> int:
 
 
 def _measure_section(run: GpuRun, number: int) -> bool:
-    """Measures a section and saves it. Returns whether it is complete."""
+    """Measures a section and saves it, if there is time. Returns whether it is complete."""
     # A section saves the parts that it has time for, so it may start with less than its usual
     # time. USUAL_SECONDS are those of a GPU.
     min_seconds = USUAL_SECONDS[number] / 2 if run.plan.targets_gpu else 0
@@ -165,7 +165,7 @@ def _measure_section(run: GpuRun, number: int) -> bool:
     run.skipped_parts, run.failed_parts, start_time = [], [], time.monotonic()
     try:
         numbers = SECTIONS[number].measure(run)
-    # Any error: time on a card is short, so one section must not cost the others.
+    # Time on a card is short, so no error of one section may cost the others.
     except Exception as error:  # noqa: BLE001 - reported with its traceback
         traceback.print_exception(error)
         numbers = {"failed": f"{type(error).__name__}: {first_line(error)}"}
@@ -192,7 +192,7 @@ def _line_printer(screen: Screen) -> Log:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark."""
+    """Runs the benchmark. Returns the exit status."""
     options = parse_options(argv)
     require(bool(options.section_numbers), "--sections is empty; name some, such as 0,1,2")
     # Some leaves of a donated batch have no result of their shape, which JAX would warn of.

@@ -26,8 +26,8 @@ def require_driver(
 ) -> str:
     """Checks the NVIDIA driver against the installed CUDA plugins.
 
-    Returns the driver's version, or an empty string if no driver is loaded. Passes if the driver
-    is new enough for one of the plugins.
+    The driver must be new enough for one of them, if there are any. Returns the driver's version,
+    or an empty string if no driver is loaded.
 
     Raises:
       ConfigError: the driver is too old for every installed plugin.
@@ -116,7 +116,7 @@ def describe_card(device: Any, driver: str) -> dict[str, Any]:
 def other_processes() -> list[str]:
     """Lists other processes on the GPUs, as nvidia-smi prints them.
 
-    Empty if nvidia-smi is missing or fails.
+    The list is empty if nvidia-smi is missing or fails.
     """
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
@@ -126,21 +126,21 @@ def other_processes() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # This process already holds the device, so it is among them.
+    # This process already holds the device, so nvidia-smi lists it too.
     return [line for line in lines if line.split(",")[0] != str(os.getpid())]
 
 
 class DeviceMemory:
-    """Maximum memory in use on a device inside the context, in bytes.
+    """Measures the maximum memory in use on a device inside the context.
 
-    A thread reads the memory in use every 5 milliseconds.
+    `peak` has it in bytes. A thread reads the memory in use every 5 milliseconds.
     """
 
     # The allocator's own peak covers the whole life of the process. Sampling is enough, since the
     # temporaries of a program are one allocation that lasts as long as the program runs.
 
     def __init__(self, device: Any) -> None:
-        """Reads nothing before the context begins."""
+        """Stores the device. Memory is read once the context begins."""
         self._device, self.peak = device, 0
 
     def __enter__(self) -> "DeviceMemory":
@@ -166,5 +166,5 @@ class DeviceMemory:
 
 def wait_for_arrays(tree: Any) -> Any:
     """Waits until arrays are computed. Returns them."""
-    # JAX returns arrays before they are computed, so the clock must wait for them.
+    # JAX returns arrays before they are computed, so a clock must not be read before this.
     return jax.block_until_ready(tree)

@@ -159,7 +159,7 @@ class GpuOptions(CheckedConfig, prefix="--"):
 
     @property
     def section_numbers(self) -> tuple[int, ...]:
-        """Section numbers without duplicates. Empty if `sections` is invalid."""
+        """Section numbers without duplicates, or none if `sections` is invalid."""
         words = [word.strip() for word in self.sections.split(",")]
         are_valid = all(word.isdecimal() and int(word) in SECTION_TITLES for word in words)
         return tuple(dict.fromkeys(map(int, words))) if are_valid else ()
@@ -194,7 +194,7 @@ class GpuOptions(CheckedConfig, prefix="--"):
 
     @property
     def program_sizes(self) -> dict[str, Any]:
-        """Sizes that change programs of the same name."""
+        """Sizes on which programs of the same name depend."""
         # A folder of programs is refused if one of these differs. `rows`, `few` and `other_lengths`
         # are left out, since the names of programs contain them.
         names = (

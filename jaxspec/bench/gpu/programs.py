@@ -97,12 +97,12 @@ def _is_known_option(mesh: Mesh, name: str, value: str | bool) -> bool:
 def compile_recipe(recipe: Recipe, mesh: Mesh, options: CompilerOptions) -> Any:
     """Compiles a recipe for the mesh's device, which may be absent."""
     replicated = meshes.replicated_sharding(mesh)
-    # Outside the context below, since an absent device cannot hold the random keys that arguments
-    # are computed from.
+    # Evaluated outside the context below, since an absent device cannot hold the random keys that
+    # arguments are computed from.
     arguments = recipe.arguments()
     # The learner's optimizer relies on JAX's standard promotion.
     with use_mesh_devices(mesh), jax.numpy_dtype_promotion("standard"):
-        # A new function each time. JAX caches traces by function, so a second compilation without
+        # A new function each time: JAX caches traces by function, so a second compilation without
         # kernels would reuse the trace with kernels.
         lowered = jax.jit(
             lambda *values: recipe.function(*values),
@@ -168,7 +168,7 @@ class Programs:
 
         Waits first for the programs that are being compiled.
         """
-        # Compilers time products on the device that is measured.
+        # To choose among kernels, compilers time products on the device that is measured.
         with self._condition:
             # Counted before waiting, so that no thread begins another program.
             self._pauses += 1
@@ -238,7 +238,6 @@ class Programs:
         Raises:
           ProgramUnavailableError: there are no kernels to replace, or this fails too.
         """
-        # The results of cells mark such a program as `without_kernels`.
         reason = f"{recipe.name} cannot be compiled ({type(error).__name__}: {first_line(error)})"
         # On CPUs programs have no GPU kernels, so compiling again would fail the same way.
         if not meshes.has_accelerators(self.mesh):
@@ -259,7 +258,8 @@ def save_programs(
 ) -> list[str]:
     """Compiles programs into a folder.
 
-    Skips programs that the folder already has undamaged. Returns the names of those that failed.
+    Skips programs that the folder already has, unless they are damaged. Returns the names of those
+    that failed.
     """
     options, lock, failed_names = device_options(mesh), threading.Lock(), []
     missing_recipes = [recipe for recipe in recipes if not folder.is_intact(recipe.name)]

@@ -20,7 +20,7 @@ class Results:
     """
 
     def __init__(self, file: Path, identity: dict[str, Any]) -> None:
-        """Reads the sections that `file` has for `identity`.
+        """Reads the sections that `file` has for `identity`, and writes it once to try that.
 
         Raises:
           ConfigError: the file has other content, or cannot be read or written.
@@ -28,14 +28,14 @@ class Results:
         self.file, self._runs = file, []
         if file.exists():
             self._runs = _read_runs(file)
-        # JSON turns tuples into lists. Both sides must have passed through it to be comparable.
+        # JSON turns tuples into lists, so this identity passes through it like those of the file.
         identity = json.loads(json.dumps(identity))
         matches = [run for run in self._runs if run["identity"] == identity]
         if not matches:
             matches = [{"identity": identity, "sections": {}}]
             self._runs += matches
         self._run = matches[-1]
-        # Written before the first measurement, so that a file that cannot be written to costs none.
+        # Written before the first measurement, so that none is lost to a file that is read-only.
         self._write_file()
 
     def has_section(self, section: int) -> bool:
@@ -43,7 +43,7 @@ class Results:
         return bool(self._run["sections"].get(str(section), {}).get("complete"))
 
     def get_section(self, section: int) -> dict[str, Any]:
-        """Returns the numbers of a section, also of an incomplete one, or an empty dict."""
+        """Returns the numbers of a section, complete or not, or none if it was not measured."""
         return self._run["sections"].get(str(section), {})
 
     def add_section(self, section: int, numbers: dict[str, Any], complete: bool) -> None:

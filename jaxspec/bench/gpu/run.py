@@ -88,10 +88,10 @@ class GpuRun:
         return self.programs.get_program(name, self.seconds_left)
 
     def attempt_part(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Measures a part of a section.
+        """Measures a part of a section, and returns its numbers.
 
-        Returns its numbers. If there is no time, or the part fails, records its name. The result
-        then has the reason, as `left_out` or `failed`.
+        If there is no time, a program is missing or JAX's runtime fails, records its name instead.
+        The result then has the reason, as `left_out` or `failed`. Other errors are raised.
         """
         if self.seconds_left <= 0:
             self.skipped_parts.append(name)
@@ -115,7 +115,7 @@ class GpuRun:
     @property
     def peak_bandwidth(self) -> float | None:
         """Bytes per second as measured by section 0, None if it was not measured."""
-        # Read from the results, so that a later call can use what an earlier one measured.
+        # Read from the results, so that a later command can use what an earlier one measured.
         return self.results.get_section(0).get("bytes_per_s")
 
     @property

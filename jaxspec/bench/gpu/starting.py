@@ -28,15 +28,15 @@ from jaxspec.inputs.checked import require
 from jaxspec.processes.devices import configure_cpu_devices, count_devices
 from jaxspec.storage.cache import cache_folder
 
-# `sections/alone.py` runs a second process on the same card, which needs the rest.
+# The rest is for the second process that `sections/alone.py` runs on the same card.
 MEMORY_SHARE = "0.90"
 """Fraction of the card's memory that this process reserves at its start."""
 
 
 def open_plan(options: GpuOptions) -> tuple[GpuPlan, str]:
-    """Starts JAX on the device of this machine.
+    """Starts JAX on the first device of this machine.
 
-    Returns the plan and the driver's version.
+    Returns the plan for it, and the driver's version.
 
     Raises:
       ConfigError: the card or its driver is too old, or these sizes need a card and there is none.
@@ -54,10 +54,11 @@ def open_plan(options: GpuOptions) -> tuple[GpuPlan, str]:
 
 
 def open_compile_plan(options: GpuOptions) -> GpuPlan:
-    """Starts the compiler for the card of --hardware.
+    """Starts the compiler for the card of --hardware, and returns the plan for it.
 
     Raises:
-      ConfigError: the card is unknown, or its compiler is not installed.
+      ConfigError: the card is unknown, or its compiler is not installed. With `here`, also the
+        errors of `open_plan`.
     """
     if options.hardware == hardware.LOCAL_DEVICES:
         return open_plan(options)[0]
@@ -74,7 +75,7 @@ def open_compile_plan(options: GpuOptions) -> GpuPlan:
 
 
 def _make_plan(options: GpuOptions, device: Any) -> GpuPlan:
-    # Programs to be written must not come from the cache, since not all of those can be serialized.
+    # Programs for a folder must not come from JAX's cache: not all of those can be serialized.
     uses_cache = device.platform == "gpu" and not options.prepare
     jax.config.update("jax_enable_compilation_cache", uses_cache)
     if uses_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -112,7 +113,7 @@ def open_program_folder(plan: GpuPlan, log: Log) -> ProgramFolder | None:
     try:
         return ProgramFolder.open_existing(folder, program_target(plan))
     except UnusableProgramError as error:
-        # Without the folder all programs are compiled here, as the message says.
+        # The benchmark goes on, and compiles all programs here.
         log(f"warning: {error}")
         return None
 

@@ -14,7 +14,7 @@ from jaxspec.state import PyTree
 _WEIGHT_AXES = {"qkv": 4, "query": 3, "key": 3, "value": 3, "output": 3, "gate_up": 3}
 """Number of axes of a layer's weights, if not two."""
 _CONTRACTED_AXES = {"output": 2}
-"""Number of axes that a weight's product sums over, if not one."""
+"""Number of a weight's axes that its product sums over, if not one."""
 
 
 def random_weights(shapes: PyTree, mesh: Mesh, seed: int) -> PyTree:
@@ -38,7 +38,7 @@ def random_weights(shapes: PyTree, mesh: Mesh, seed: int) -> PyTree:
             values = jnp.full(leaf.shape, "norm" in name, leaf.dtype)
         else:
             scale = _fan_in(name, leaf.shape) ** -0.5
-            # A key by position gives every process the same weights.
+            # A key by the leaf's position gives every process the same weights.
             leaf_key = jax.random.fold_in(key, index)
             values = _normal_program(leaf.shape, str(leaf.dtype))(leaf_key, jnp.float32(scale))
         filled_leaves.append(jax.device_put(values, sharding))
@@ -46,7 +46,7 @@ def random_weights(shapes: PyTree, mesh: Mesh, seed: int) -> PyTree:
 
 
 def _fan_in(name: str, shape: tuple[int, ...]) -> int:
-    """Returns how many numbers an element of a weight's product sums over."""
+    """Returns the number of inputs of each output of a weight's product."""
     # An embedding is looked up, not multiplied. Its numbers are scaled like those of the head.
     if name == "embedding":
         return shape[-1]

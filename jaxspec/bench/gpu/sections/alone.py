@@ -38,7 +38,8 @@ def execute_in_process(plan: GpuPlan, name: str, seconds: float) -> dict[str, An
       seconds: time limit, at most `MAX_SECONDS`.
     """
     options = plan.options
-    # Sizes and --programs suffice: they determine the plan and its folder of programs.
+    # Sizes and --programs determine the plan and its folder of programs. The other options do not
+    # matter in that process.
     option_values = options.program_sizes | options.table_sizes | {"programs": options.programs}
     command = [
         sys.executable,
@@ -77,7 +78,7 @@ def execute_in_process(plan: GpuPlan, name: str, seconds: float) -> dict[str, An
 
 
 def main(argv: list[str]) -> int:
-    """Executes a variant twice and prints a record with its tokens.
+    """Executes a variant twice, and prints a record with its tokens. Returns the exit status.
 
     `argv` has the options as JSON, and the name of the variant.
     """
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> int:
     options = GpuOptions(**option_values | tuples)
     plan, _ = open_plan(options)
     variant = greedy.greedy_variants(plan)[argv[1]]
-    # Silent, since the first process has already logged what is wrong with the folder.
+    # Nothing is logged, since the first process has already reported faults of the folder.
     folder = open_program_folder(plan, lambda message: None)
     programs = Programs(plan.mesh, folder, 2, lambda message: None)
     program_names = (variant.layout_name, variant.program_name)

@@ -13,7 +13,7 @@ from jaxspec.bench.gpu.run import GpuRun, Section
 from jaxspec.bench.measure import package_versions
 from jaxspec.bench.roofline import copy_rate, product_rate, read_rate
 
-# On GPUs far more than caches hold, so that memory is measured.
+# A GPU's array is far larger than its caches, so that memory is measured.
 GPU_MIB, CPU_MIB = 2048, 64
 """MiB of the array that is copied and read, on a GPU and on a CPU."""
 
@@ -21,7 +21,7 @@ GPU_MIB, CPU_MIB = 2048, 64
 def measure_card(run: GpuRun) -> dict[str, Any]:
     """Measures bandwidth and products, and describes card and machine."""
     mib = GPU_MIB if run.plan.targets_gpu else CPU_MIB
-    # Compilers time products on the same device, and would slow these measurements down.
+    # Compilers that time products on the same device would slow these measurements down.
     with run.programs.pause_compiling():
         copy_speed, read_speed = copy_rate(mib), read_rate(mib)
         flops = product_rate(run.options.dtype)

@@ -53,7 +53,7 @@ class GreedyVariant(NamedTuple):
 
 
 def greedy_variants(plan: GpuPlan) -> dict[str, GreedyVariant]:
-    """Returns the variants by name. Only GPUs have those with command buffers."""
+    """Returns the variants by name. On GPUs, one of them has command buffers."""
     draft_length = plan.options.draft_length
     variant_list = [
         GreedyVariant("plain", 0),
@@ -92,7 +92,10 @@ def _build_generator(plan: GpuPlan, variant: GreedyVariant) -> Generator:
 
 
 def _network_shapes(plan: GpuPlan, variant: GreedyVariant) -> tuple[Any, Any]:
-    """Returns shapes of policy and draft in the train layout, in the dtype of generation."""
+    """Returns abstract policy and draft, as the learner has them but in the dtype of generation.
+
+    The draft is None for a variant without one.
+    """
     step = _build_step(plan, variant)
 
     def cast_networks() -> Any:
@@ -138,7 +141,7 @@ def greedy_recipes(plan: GpuPlan) -> list[Recipe]:
 
 
 class GreedyInputs(NamedTuple):
-    """Inputs of all variants: networks in the train layout, and prompts."""
+    """Inputs of all variants: networks as a learner has them, and prompts."""
 
     policy: Any
     draft: Any
@@ -173,7 +176,7 @@ def generate_answers(
 def compare_tokens(tokens: np.ndarray, other_tokens: np.ndarray) -> dict[str, Any]:
     """Compares the tokens of two programs.
 
-    Returns the number of equal rows and the smallest position at which a row differs.
+    The result has the number of equal rows, and the smallest position at which a row differs.
     """
     is_equal = tokens == other_tokens
     equal_rows = is_equal.all(axis=1)

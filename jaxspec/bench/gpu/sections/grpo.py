@@ -69,7 +69,8 @@ class StepMode(NamedTuple):
     def step(self) -> Step:
         """Generator and learner of the step.
 
-        A speculative step has a frozen draft with the prescribed acceptance. A plain step has none.
+        A speculative step has a frozen draft with the prescribed acceptance. A plain step has no
+        draft.
         """
         # No stop ids, so that every answer has its full length.
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
@@ -83,9 +84,9 @@ class StepMode(NamedTuple):
         )
 
     def network_shapes(self) -> tuple[Any, Any]:
-        """Returns shapes of policy and draft.
+        """Returns abstract policy and draft. The draft of a plain step is None.
 
-        A policy with adapters has the dtype of products.
+        A policy that gets adapters has the dtype of products.
         """
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         policy, draft = jax.eval_shape(lambda: (step.init_policy(), step.init_draft()))
@@ -96,7 +97,7 @@ class StepMode(NamedTuple):
         return policy, draft if self.speculative else None
 
     def list_recipes(self) -> list[Recipe]:
-        """Lists the step's programs in order."""
+        """Lists the step's programs in order, and one that compares logprobs."""
         step, prompt_count, mesh = self.step, self.options.step_prompts, self.plan.mesh
         generator = step.generator
 
@@ -120,7 +121,7 @@ class StepMode(NamedTuple):
 
         compiler_options = generator.compiler_options
         return [
-            # The state takes over the memory of the networks.
+            # The networks are donated, so that the state takes over their memory.
             Recipe(self.program_name("start"), step.init_state, self.network_shapes, donate=(0, 1)),
             Recipe(self.program_name("prepare"), step.sync, state_inputs(0)),
             Recipe(self.program_name("prefill"), generator.begin, prefill_inputs),
@@ -143,13 +144,13 @@ class StepMode(NamedTuple):
     # ---- arguments
 
     def random_networks(self) -> tuple[Any, Any]:
-        """Returns a random policy and draft."""
+        """Returns a random policy and draft. The draft of a plain step is None."""
         policy, draft = self.network_shapes()
         mesh, seed = self.plan.mesh, self.options.seed
         return random_weights(policy, mesh, seed), random_weights(draft, mesh, seed + 1)
 
     def make_prompts(self, call: int) -> Prompts:
-        """Returns random prompts of full length."""
+        """Returns random prompts of full length. They depend on `call`."""
         options = self.options
         return random_prompts(self.step.generator, options.step_prompts, options, call)
 
@@ -187,7 +188,7 @@ class StepMode(NamedTuple):
             tokens=rng.integers(0, options.vocab, shape),
             prompt_lengths=np.full(self.rows, options.step_prompt),
             lengths=full_lengths,
-            # Those of a uniform distribution.
+            # The tokens are uniformly distributed.
             logprobs=np.full(shape, -np.log(options.vocab)),
             status=np.full(self.rows, LENGTH),
         )
@@ -208,7 +209,7 @@ def _step_config(options: GpuOptions) -> ResolvedConfig:
         rollout=RolloutConfig(max_new_tokens=options.step_new, draft=draft, engine=engine),
         batch=BatchConfig(prompts=options.step_prompts, group_size=options.group),
         data=DataConfig(max_prompt_length=options.step_prompt),
-        # Too low to change how much is accepted.
+        # The learning rate is too low to affect the measurements.
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
         # The draft is frozen, since its acceptance is prescribed.
         draft_training=DraftTrainingConfig(online=False),
@@ -224,7 +225,7 @@ def logprob_gap(
 
     Returns the mean and the maximum of their absolute difference.
     """
-    # Only the policy's logprobs are compared, so the draft's objective and its inputs are left out.
+    # The draft has no part in the policy's logprobs, so its objective and its inputs are left out.
     learner = dataclasses.replace(step.learner, draft_objective=UntrainedDraft(), taps=())
     positions = learner.passes.place_rows(step.build_batch(finished))
     logprobs, _ = learner.passes.compute_logprobs(state.learner.policy.network, 0, positions)

@@ -26,7 +26,7 @@ ROWS, BLOCK, PAGES = 8, 4, 24
 """Rows of the paged cache, queries at the end of each row, and pages per row."""
 POSITIONS = 2048
 """Positions of a pack of two texts."""
-# Weights are rounded to 8 bits.
+# In bfloat16, attention weights are rounded to 8 bits.
 MAX_ERROR = 0.02
 """Maximum error relative to the largest entry."""
 
@@ -34,20 +34,18 @@ MAX_ERROR = 0.02
 def _run_on_shards(plan: GpuPlan, function: Callable) -> Callable:
     """Wraps a function to run on the shards of the mesh."""
 
-    # Kernels choose their code by the devices of the mesh in scope.
-
     def call_on_shards(*arrays: Any) -> Any:
+        # Kernels choose their code by the devices of the mesh in scope.
         return shard_map_rows(plan.mesh, function, P(), P())(*arrays)
 
     return call_on_shards
 
 
 def _plain_twin(function: Callable) -> Callable:
-    """Returns the plain twin of a function, which computes in float32."""
-
-    # In bfloat16 the twin would have rounding errors of its own.
+    """Returns a function's plain twin. It computes in float32 if arrays are bfloat16."""
 
     def call_plain_twin(*arrays: Any) -> Any:
+        # In bfloat16 the twin would have rounding errors of its own.
         float32_arrays = jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, arrays
         )
@@ -59,7 +57,7 @@ def _plain_twin(function: Callable) -> Callable:
 
 def _attend_pages(query: Any, keys: Any, values: Any, table: Any, lengths: Any) -> Any:
     """Computes attention of a block of queries at the end of each row."""
-    # A cache of one layer, whose keys end in [head size, positions].
+    # The cache has one layer, and its keys end in the axes (head size, positions).
     heads, size, page = keys.shape[-3], keys.shape[-2], keys.shape[-1]
     page_count = keys.shape[1]
     contiguous_cache = empty_cache(1, page_count, page, heads, size, keys.dtype, stacked=True)
@@ -119,7 +117,7 @@ _CHECKS: dict[str, tuple[Callable, Callable[[GpuPlan], tuple[Any, ...]]]] = {
 
 
 def kernel_recipes(plan: GpuPlan) -> list[Recipe]:
-    """Lists programs of each kernel and its twin. Only GPUs have any."""
+    """Lists the programs of each kernel and its twin. The list is empty on CPUs."""
     recipes = []
     for name, (function, inputs) in _CHECKS.items() if plan.targets_gpu else ():
 

@@ -39,7 +39,7 @@ def profile_cells(options: GpuOptions) -> list[Cell]:
 
 
 def sum_kernels(profile: Any) -> list[Kernel]:
-    """Adds up the kernels of a trace, longest first.
+    """Adds up the time of each kernel of a trace. The result is ordered, longest first.
 
     Uses the planes of devices. If they have no operations, as on a CPU, uses all planes.
     """
@@ -66,7 +66,7 @@ def _list_operations(planes: Sequence[Any]) -> list[tuple[str, float]]:
                 # Loops and calls contain operations that are counted themselves.
                 if "hlo_op" not in dict(event.stats) or event.name.startswith(CONTAINER_OPCODES):
                     continue
-                # The numbers of XLA's instruction names: `fusion.1` and `fusion.23` become one.
+                # XLA numbers instructions: `fusion.1` and `fusion.23` become one kernel.
                 name = re.sub(r"[._]\d+", "", event.name)
                 operations.append((name, (event.end_ns - event.start_ns) / 1e9))
     return operations
@@ -100,7 +100,7 @@ def _profile_cell(run: GpuRun, cell: Cell) -> dict[str, Any]:
 
 
 def measure_profile(run: GpuRun) -> dict[str, Any]:
-    """Measures section 7: profiles each cell and prints its kernels."""
+    """Profiles each of `profile_cells`, and prints its kernels."""
     profiles = {}
     for cell in profile_cells(run.options):
         name = f"a profile of {cell.label}"

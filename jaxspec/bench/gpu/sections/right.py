@@ -15,9 +15,9 @@ DRAFTS, BUFFERS = "drafts", "drafts, command buffers"
 
 
 def measure_correctness(run: GpuRun) -> dict[str, Any]:
-    """Measures section 1.
+    """Compares kernels with their plain twins, and the greedy tokens of several programs.
 
-    Compares kernels with their plain twins, and the greedy tokens of several programs.
+    Prints each comparison.
     """
     results: dict[str, Any] = {"kernels": check_kernels(run)}
     inputs = greedy.make_inputs(run.plan)
@@ -35,8 +35,8 @@ def measure_correctness(run: GpuRun) -> dict[str, Any]:
                 run.get_program(variant.layout_name),
                 run.get_program(variant.program_name),
             )
-            # Serialized before it runs. A program of a CPU cannot be serialized afterwards.
-            program_pair = _reload_program(run, variant.program_name) if name == DRAFTS else None
+            # Before the program runs, since a program of a CPU cannot be serialized afterwards.
+            program_pair = _make_program_pair(run, variant.program_name) if name == DRAFTS else None
             tokens[name] = greedy.generate_answers(layout.program, program.program, variant, inputs)
             facts = {"loaded": program.is_loaded, "without_kernels": program.without_kernels}
             if program_pair is None:
@@ -66,7 +66,7 @@ class _ProgramPair(NamedTuple):
     reloaded: Any
 
 
-def _reload_program(run: GpuRun, name: str) -> _ProgramPair:
+def _make_program_pair(run: GpuRun, name: str) -> _ProgramPair:
     """Compiles a program if it was loaded from the folder, and makes its reloaded copy."""
     ready_program = run.get_program(name)
     compiled = (
@@ -113,9 +113,9 @@ def _compare_reloaded(
 
 
 def _compare_alone(run: GpuRun, tokens: np.ndarray) -> dict[str, Any]:
-    """Runs a program twice in another process, with command buffers if the device has them.
+    """Executes a program twice in another process, with command buffers if the device has them.
 
-    Its tokens are compared with `tokens`, those of the same drafts in this process.
+    Compares its tokens with `tokens`, which the same drafts gave in this process.
     """
     # A CPU has no command buffers. It still checks that another process gives the same tokens.
     name = BUFFERS if run.plan.targets_gpu else DRAFTS

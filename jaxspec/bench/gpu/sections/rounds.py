@@ -27,7 +27,7 @@ MAX_SLICE_ROUNDS = 32
 
 
 def headline_cells(options: GpuOptions) -> list[Cell]:
-    """Lists plain steps and rounds at each number of rows."""
+    """Lists the cells of section 2: plain steps and rounds at each number of rows."""
     # Plain steps come first, so that rounds of as many rows can be compared with them.
     return [
         Cell(rows, length, options.new, options.draft_vocab)
@@ -37,7 +37,10 @@ def headline_cells(options: GpuOptions) -> list[Cell]:
 
 
 def variant_cells(options: GpuOptions) -> list[Cell]:
-    """Lists other draft lengths, the full draft vocabulary, and command buffers."""
+    """Lists the cells of section 3.
+
+    They have other draft lengths, the full draft vocabulary, or command buffers.
+    """
     length, new_tokens, vocab = options.draft_length, options.new, options.draft_vocab
     last_rows = options.few[-1]
     cells = [
@@ -48,7 +51,7 @@ def variant_cells(options: GpuOptions) -> list[Cell]:
     # With --draft_vocab 0 all cells have the full vocabulary already.
     if vocab:
         cells.append(Cell(last_rows, length, new_tokens, 0))
-    # Without duplicates, for the case that both numbers of rows are the same.
+    # Both numbers of rows may be the same, and a cell is listed once.
     buffer_rows = dict.fromkeys((options.rows[0], last_rows))
     return cells + [
         Cell(rows, length, new_tokens, vocab, command_buffers=True) for rows in buffer_rows
@@ -56,7 +59,7 @@ def variant_cells(options: GpuOptions) -> list[Cell]:
 
 
 def answer_cells(options: GpuOptions) -> list[Cell]:
-    """Lists whole answers, plain and with drafts."""
+    """Lists the cells of section 4: whole answers, plain and with drafts."""
     lengths = 0, options.draft_length
     return [
         Cell(options.few[-1], length, options.answer, options.draft_vocab) for length in lengths
@@ -88,7 +91,7 @@ def time_rounds(run: GpuRun, cell: Cell) -> dict[str, Any]:
     """Times slices of rounds while all rows are running."""
     prefill, advance = run.get_program(cell.prefill_name), run.get_program(cell.rounds_name)
     weights, prompts = run.cells.rollout_weights(cell), run.cells.make_prompts(cell)
-    # A row runs for at least this many rounds, even if each keeps every draft.
+    # Even if every round keeps all its drafts, a row runs for this many rounds.
     min_rounds = cell.new_tokens // (cell.draft_length + 1)
     warmup_rounds = max(1, min_rounds // 8)
     slice_rounds = max(1, min(MAX_SLICE_ROUNDS, (min_rounds - warmup_rounds) // TIMED_SLICES))
@@ -139,7 +142,7 @@ def _row_lengths(decode_state: DecodeState) -> np.ndarray:
 
 
 def _status_warning(status: np.ndarray, expected: int) -> dict[str, Any]:
-    """Describes rows with another status than expected, as `warning`. Empty without such rows."""
+    """Returns a `warning` about rows whose status is not `expected`, or nothing."""
     failures, unexpected = np.sum(status == FAILED), np.sum(status != expected)
     if not unexpected:
         return {}
@@ -174,15 +177,15 @@ def _round_bytes(run: GpuRun, cell: Cell, weights: RolloutWeights, mean_length: 
     itemsize = jnp.dtype(run.options.dtype).itemsize
     policy_bytes = decode_work(run.options.policy, cell.rows, mean_length, itemsize).read_bytes
     leaves = jax.tree.leaves(weights.drafter.network)
-    # Without the map of the draft's vocabulary, whose integers are no weights.
+    # The integers that map the draft's vocabulary are no weights.
     draft_bytes = sum(leaf.nbytes for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
     return policy_bytes + cell.draft_length * draft_bytes
 
 
 def compare_with_plain(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
-    """Adds cost and speed-up relative to plain steps of as many rows.
+    """Adds round cost and speed-up relative to plain steps of as many rows.
 
-    Returns the row unchanged if either was not measured.
+    Returns the row unchanged if it or the plain row was not measured.
     """
     if "round_s" not in row or plain is None or "round_s" not in plain:
         return row
@@ -193,7 +196,7 @@ def compare_with_plain(row: dict[str, Any], plain: dict[str, Any] | None) -> dic
 
 
 def _time_cells(run: GpuRun, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Times cells one by one, and compares each with plain steps."""
+    """Times cells one by one, and compares each with plain steps of as many rows."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
         if not can_run(run.plan, cell):
@@ -229,14 +232,14 @@ def _print_table(run: GpuRun, title: str, rows: Sequence[dict[str, Any]]) -> Non
 
 
 def measure_headline(run: GpuRun) -> dict[str, Any]:
-    """Measures section 2: times and prints `headline_cells`."""
+    """Times `headline_cells` and prints their table."""
     rows = _time_cells(run, headline_cells(run.options))
     _print_table(run, f"rounds at {run.options.acceptance:g} tokens kept of 3 drafts", rows)
     return {"rows": rows}
 
 
 def measure_variants(run: GpuRun) -> dict[str, Any]:
-    """Measures section 3: times and prints `variant_cells`."""
+    """Times `variant_cells` and prints their table."""
     rows = _time_cells(run, variant_cells(run.options))
     _print_table(run, "other draft lengths, vocabularies, command buffers", rows)
     return {"rows": rows}
@@ -277,7 +280,7 @@ def time_answers(run: GpuRun, cell: Cell) -> dict[str, Any]:
 
 
 def measure_answers(run: GpuRun) -> dict[str, Any]:
-    """Measures section 4: times and prints `answer_cells`."""
+    """Times `answer_cells` and prints their table."""
     rows: list[dict[str, Any]] = []
     for cell in answer_cells(run.options):
         name = f"answers of {cell.label}"

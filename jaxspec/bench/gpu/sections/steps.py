@@ -23,7 +23,8 @@ from jaxspec.state import Rollout, TrainState
 
 LEARN_CALLS = 3
 """Number of timed calls of learning."""
-# Of forward pass, gradients of inputs and gradients of weights, frozen weights skip the last.
+# Learning has three parts of equal cost: forward pass, gradients of inputs, and gradients of
+# weights. Frozen weights skip the last one.
 FROZEN_FLOPS_SHARE = 2 / 3
 """Fraction of learning's operations that remain if only adapters are trained."""
 
@@ -34,7 +35,7 @@ def read_packing(metrics: Metrics) -> float:
 
 
 def _time_phase(seconds: dict[str, float], phase: str, function: Callable, *arguments: Any) -> Any:
-    """Runs a phase to its end, and stores its seconds."""
+    """Runs a phase to its end, and stores its time in `seconds`."""
     start_time = time.perf_counter()
     result = wait_for_arrays(function(*arguments))
     seconds[phase] = time.perf_counter() - start_time
@@ -65,11 +66,11 @@ class _PhaseStepper:
             seconds, "rounds", programs["rounds"], weights, decode_state, all_rounds
         )
         rollout = self.step.generator.collect(weights, decode_state)
-        # The learner needs their memory.
+        # The learner needs the memory of these arrays.
         del weights, decode_state
         rollout_figures = _describe_rollout(rollout)
         finished = self.mode.score_rollout(rollout, call_index)
-        # Once, before the weights have learned: rollout and learner have the same policy then.
+        # Only before the first update, when rollout and learner have the same policy.
         if self.gap is None:
             mean, largest = programs["logprobs"](self.state, finished)
             self.gap = float(mean), float(largest)
@@ -112,7 +113,7 @@ def _time_step(run: GpuRun, mode: StepMode) -> dict[str, Any]:
 def _predict_memory(stepper: _PhaseStepper) -> dict[str, Any]:
     """Predicts memory from compiled programs and shapes, as runs and `check` do."""
     programs = stepper.programs
-    # The names of a run's programs, as `list_memory_uses` expects them.
+    # `list_memory_uses` expects the names of a run's programs.
     programs_by_name = {
         "train": programs["learn"],
         "prepare": programs["prepare"],
@@ -129,7 +130,7 @@ def _predict_memory(stepper: _PhaseStepper) -> dict[str, Any]:
 
 
 def measure_steps(run: GpuRun) -> dict[str, Any]:
-    """Measures section 5 and prints its table."""
+    """Times GRPO steps with and without speculation, and prints their table."""
     # The weights of earlier sections would take memory from the step.
     run.cells.drop_weights()
     results: dict[str, Any] = {}
@@ -228,7 +229,7 @@ def _time_learning(run: GpuRun) -> dict[str, Any]:
 
 
 def measure_learning(run: GpuRun) -> dict[str, Any]:
-    """Measures section 6 and prints its lines."""
+    """Times learning from full rows, and prints its speed and memory."""
     run.cells.drop_weights()
     result = run.attempt_part("learning", lambda: _time_learning(run))
     if "learn_s" not in result:
@@ -268,7 +269,7 @@ STEPS_SECTION = Section(
     ],
     measure_steps,
 )
-# Section 6 runs only two of the plain step's programs.
+# Learning is timed with only two of the plain step's programs.
 LEARNING_SECTION = Section(
     lambda plan: [
         recipe
