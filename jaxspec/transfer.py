@@ -46,7 +46,7 @@ def transfer_arrays(tree: Any, source: Mesh, target: Mesh) -> Any:
     All schedules have one mesh, on which this is the identity.
 
     Raises:
-      ValueError: these are two meshes.
+      ValueError: The two meshes differ.
     """
     # Refused, since arrays that stay on other devices would fail far from here.
     if source != target:

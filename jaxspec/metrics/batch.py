@@ -34,14 +34,6 @@ def read_depths(record: Mapping[str, Any], family: str) -> list[float]:
     return [record[name] for name in takewhile(record.__contains__, names)]
 
 
-def drop_absent(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the values that are NaN.
-
-    Checkpoints of earlier versions hold NaN for a metric that a rollout did not have.
-    """
-    return {name: value for name, value in record.items() if value == value}
-
-
 def standard_deviation(values: np.ndarray) -> float:
     """Returns the population standard deviation, NaN without values.
 

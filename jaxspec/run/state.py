@@ -6,7 +6,6 @@ from typing import Any
 from jaxspec.data.history import AnswerHistory
 from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.checked import require
-from jaxspec.metrics.batch import drop_absent
 from jaxspec.run.dynamic_batch import PartialBatch
 from jaxspec.state import PyTree, ScoredRollout, TrainState
 from jaxspec.step import Step
@@ -142,21 +141,13 @@ def restore_run(
         [(problem, successor_process(owner)) for problem, owner in host_state.get("keepers", [])],
         [process_state["kept"] for process_state in restored.process_states],
     )
-    records = [
-        BatchRecord(**{**record, "metrics": drop_absent(record["metrics"])})
-        for record in host_state["queue"]
-    ]
+    records = [BatchRecord(**record) for record in host_state["queue"]]
     return RunState(
         state=state,
         history=history,
         queue=[QueuedBatch(*item) for item in zip(queue, records, strict=True)],
         generated=host_state["generated"],
         learned=host_state["learned"],
-        filling=None if filling is None else _restore_batch(filling, host_state["filling"]),
+        filling=None if filling is None else PartialBatch(filling, **host_state["filling"]),
         timed_on=host_state["timed_on"],
     )
-
-
-def _restore_batch(rows: ScoredRollout, saved: dict[str, Any]) -> PartialBatch:
-    """Restores the batch that rollouts are filling."""
-    return PartialBatch(rows, saved["groups"], [drop_absent(record) for record in saved["metrics"]])

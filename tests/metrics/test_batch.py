@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxspec.metrics.batch import (
-    drop_absent,
     merge_rollout_metrics,
     read_depths,
     standard_deviation,
@@ -67,13 +66,3 @@ def test_depths_end_before_the_first_that_nothing_reached() -> None:
     record = {"rollout/x_1": 0.5, "rollout/x_2": 0.25, "rollout/x_4": 0.9, "rollout/xy_3": 0.1}
     assert read_depths(record, "rollout/x") == [0.5, 0.25]
     assert read_depths(record, "rollout/y") == []
-
-
-def test_what_earlier_versions_wrote_for_absent_is_absent() -> None:
-    record = {
-        "reward/mean": math.nan,
-        "reward/std": 0,
-        "rollout/length_min": 2.5,
-        "time/step": None,
-    }
-    assert drop_absent(record) == {name: record[name] for name in [*record][1:]}

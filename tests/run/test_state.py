@@ -118,8 +118,8 @@ def test_checkpoints_of_another_format_are_refused(job: Job, tmp_path: Path) -> 
             restore_run(job.step, job.config.batch.prompts, checkpoints, history)
 
 
-def test_nan_in_checkpoints_of_earlier_versions_is_absent(tmp_path: Path) -> None:
-    """For metrics that a rollout did not have, in queued batches and in the one being filled."""
+def test_metrics_of_queued_batches_survive_a_resume(tmp_path: Path) -> None:
+    """NaN too, which means that something diverged."""
     config = tiny_config(MODEL, steps=4, dynamic_sampling=DynamicSamplingConfig(max_batches=2))
     job = make_job(config, small_mesh(1))
     batches = batches_of(job, load_sets(job.config, job.tokenizer))
@@ -139,6 +139,6 @@ def test_nan_in_checkpoints_of_earlier_versions_is_absent(tmp_path: Path) -> Non
         resumed = restore_run(job.step, job.config.batch.prompts, checkpoints, source.history)
     assert resumed is not None
     assert resumed.filling is not None
-    assert [item.record.metrics for item in resumed.queue] == [{"rollout/tokens": 12}]
+    np.testing.assert_equal([item.record.metrics for item in resumed.queue], [metrics])
     assert resumed.filling.groups == 1
-    assert resumed.filling.metrics == [{"rollout/tokens": 12}, {"reward/mean": 0.5}]
+    np.testing.assert_equal(resumed.filling.metrics, [metrics, {"reward/mean": 0.5}])
