@@ -219,8 +219,8 @@ def answer_prompt(
 ) -> None:
     """Answers a prompt and prints the answers.
 
-    A summary of speculation follows. A single answer is printed as it is generated, several are
-    printed at the end.
+    A single answer is printed as it is generated. Several answers are printed at the end. A line
+    with acceptance, speed and endings follows.
     """
     # Rows are generated at the same time, and would be mixed up on the console.
     writers = [RowWriter(console, tokenizer) for _ in range(samples)]

@@ -193,8 +193,8 @@ def _shrink_pool(
     """
     slots = step.generator.settings.slots
     if not sizes.page_size:
-        # Each slot has a page as long as a row, so the pool shrinks almost in proportion. Caches of
-        # prompts do not shrink, which the next attempt corrects.
+        # Without pages a slot holds a whole row, so the pool shrinks almost in proportion to slots.
+        # Caches of prompts do not shrink, which the next attempt corrects.
         return (
             sizes._replace(slots=min(slots - 1, slots * max(room, 0) // pool) or slots)
             if auto.slots

@@ -278,7 +278,7 @@ def require_no_checkpoints(folder: Path) -> None:
     """
     # A run that starts over would overwrite checkpoints that it cannot read.
 
-    def check_checkpoints() -> None:
+    def require_none() -> None:
         steps = list_checkpoints(folder)
         message = (
             f"{folder / CHECKPOINTS} has {', '.join(map(str, steps))}, which cannot be read as"
@@ -286,4 +286,4 @@ def require_no_checkpoints(folder: Path) -> None:
         )
         require(not steps, f"{message}; repair them, or choose another --workdir")
 
-    check_in_process_0(check_checkpoints)
+    check_in_process_0(require_none)

@@ -243,7 +243,7 @@ def measure_acceptance(
     Returns the mean of sum_v min(target, draft) over the tokens to predict of `held_out`. A draft
     that is a small model has one depth.
     """
-    # A draft unrolled for longer in training is measured to the same depth.
+    # Every depth that is trained, and every depth that the run drafts, is measured.
     depths = max(MIN_DEPTHS, config.draft_training.ttt_steps, config.rollout.draft.max_draft_length)
     objective = learner.draft_objective
     assert isinstance(objective, DraftObjective), "only a draft with weights is measured"

@@ -94,9 +94,9 @@ class Loop:
         )
 
     def run_to_end(self, run: RunState) -> bool:
-        """Runs from `run`, which it updates, to the end.
+        """Continues a run until it ends or is stopped.
 
-        Returns False if it was stopped before.
+        Updates `run` in place. Returns whether the run has ended.
         """
         config = self.config
         while True:

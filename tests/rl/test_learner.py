@@ -1,5 +1,4 @@
-"""The learner: what a device holds and says to others, and gradients that no packing, mesh or
-number of micro-batches changes."""
+"""The learner: what a device holds and sends, and gradients that no packing or mesh changes."""
 
 import dataclasses
 import functools

@@ -210,7 +210,7 @@ def _values_equal(left: str, right: str) -> bool:
     reference, answer = parse_value(left), parse_value(right)
     if not reference.words.agrees_with(answer.words) or not _attributes_agree(reference, answer):
         return False
-    # Both answers consist of words only.
+    # An answer of words alone has no value, so the words themselves are compared.
     if not reference.value and not answer.value:
         return reference.words.phrase == answer.words.phrase
     if not reference.value or not answer.value:
