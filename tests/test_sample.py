@@ -258,6 +258,7 @@ class TestRefusals:
             ),
             (["--draft.model.layers", "2"], ["--draft.model.layers 2", "trained with 4"]),
             (["--draft.path", "other"], ["--draft.path other", "trained with ''"]),
+            (["--draft.vocab", "0"], ["there is no --draft.vocab", "--draft.eagle3.vocab"]),
             (
                 ["--draft.kind", "none", "--draft.draft_length", "2"],
                 ["draft.kind none", "no use for --draft.draft_length"],
@@ -302,10 +303,9 @@ class TestRefusals:
         config = dataclasses.replace(
             CONFIG, rollout=rollout, offline=OfflineConfig(), mesh=MeshConfig()
         )
-        for words in ([], ["--draft.eagle3.vocab", "auto"]):
-            sampled = self.settings(config, "--draft.kind", kind, *words)
-            assert (sampled.draft_spec.vocab, sampled.rollout.lookup.beside) == (0, "none")
-            check_config(sampled, devices=1)
+        sampled = self.settings(config, "--draft.kind", kind)
+        assert (sampled.draft_spec.vocab, sampled.rollout.lookup.beside) == (0, "none")
+        check_config(sampled, devices=1)
         with pytest.raises(ConfigError, match=r"no use for --rollout\.draft\.eagle3\.vocab"):
             self.settings(config, "--draft.kind", kind, "--draft.eagle3.vocab", "20")
         assert self.settings(config).rollout.draft.eagle3.vocab == 20

@@ -107,7 +107,7 @@ def translate_settings(names: Mapping[str, str]) -> Iterator[None]:
     except ConfigError as error:
         # All keys of `names` have a dot. Words without one, such as `seed`, may be plain English.
         translated = re.sub(
-            r"(?:--)?\b[a-z_]+(?:\.[a-z_]+)+",
+            r"(?:--)?\b[a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)+",
             lambda match: names.get(match[0].removeprefix("--"), match[0]),
             str(error),
         )

@@ -106,6 +106,19 @@ class TestLoad:
         [
             (["--staged"], "--staged is now --schedule.kind"),
             (["--rollout.slice_rounds", "2"], "slice_rounds is now --schedule.slice_rounds"),
+            (["--rollout.draft.vocab", "0"], "draft.vocab is now --rollout.draft.eagle3.vocab"),
+            (
+                ["--rollout.draft.layers", "2"],
+                "is now --rollout.draft.mtp.layers or --rollout.draft.model.layers",
+            ),
+            (
+                ["--rollout.draft.kind", "model", "--rollout.draft.layers", "2"],
+                "draft.layers is now --rollout.draft.model.layers; see",
+            ),
+            (
+                ["--rollout.draft.kind", "mtp", "--rollout.draft.no_embedding_first"],
+                "is now --rollout.draft.mtp.no_embedding_first",
+            ),
         ],
     )
     def test_a_renamed_setting_is_refused_with_its_new_name(
