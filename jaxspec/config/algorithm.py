@@ -308,7 +308,8 @@ class OptimizerConfig(CheckedConfig, prefix="optimizer."):
     adam: AdamConfig = field(default_factory=AdamConfig)
     offload: bool = False
     """Whether the policy's moments stay in host memory between updates. This frees device memory,
-    but each update moves them to the device and back, and is compiled as a separate program."""
+    but each update moves them to the device and back. Several updates per batch are unrolled in
+    the program, which takes longer to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)

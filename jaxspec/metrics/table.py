@@ -163,7 +163,12 @@ LEARNING = (
     Metric("learner/micro_batches", "micro-batches", "Micro-batches of a shard."),
     Metric("learner/packing", "share", "Positions of micro-batches that hold text."),
     Metric("learner/lag", "batches", "Batches between sampling and learning, the most of any row."),
-    Metric("learner/recompute", "0 or 1", "Whether old log-probabilities were recomputed."),
+    Metric(
+        "learner/recompute",
+        "0 or 1",
+        "Whether old log-probabilities are to be recomputed. With one update a batch, the learning"
+        " pass itself has them, and nothing is recomputed.",
+    ),
     Metric(
         "skipped/policy",
         "updates",
