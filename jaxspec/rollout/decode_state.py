@@ -1,7 +1,6 @@
 """Loop state of generation.
 
-All fields are always present, so that the state has one shape. XLA removes those that a program
-never changes.
+All fields are always present. XLA removes from a program those that it never changes.
 """
 
 from collections.abc import Callable
@@ -19,14 +18,14 @@ from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, py
 
 @pytree
 class Caches(Tree):
-    """Key-value caches of target and draft, by slot."""
+    """Key-value caches of target and draft."""
 
     target: KVCache
     draft: KVCache | None
     """None if the draft has no cache."""
 
     def map(self, function: Callable[..., KVCache], *other_caches: "Caches") -> "Caches":
-        """Applies a function to each cache."""
+        """Applies a function to each cache, and to its counterparts in `other_caches`."""
         # A missing cache is an empty tree.
         return jax.tree.map(
             function, self, *other_caches, is_leaf=lambda node: isinstance(node, KVCache)
@@ -78,7 +77,7 @@ class Queue(Tree):
 class DecodeState(Tree):
     """Loop state of R rows in B slots.
 
-    It is local to a `data` shard.
+    Each shard of rows has its own.
     """
 
     rollout: Rollout
