@@ -95,9 +95,9 @@ def expand_prompts(prompts: KVCache, group_size: int, positions: int, chunk: int
 
 
 def block_alignment(cache: KVCache) -> int:
-    """Returns the number of positions read together.
+    """Returns the number of positions of which blocks to read are multiples.
 
-    That is the width of a chunk, or 1 if rows have a single chunk.
+    It is the width of a chunk, or 1 if rows have a single chunk.
     """
     width = cache.keys[0].shape[-1]
     return width if width < cache.page_size else 1
