@@ -100,10 +100,11 @@ def build_network(spec: DraftSpec, key: Any) -> Any:
 def check_fits(kind: str, network: Any, target: ModelSpec) -> None:
     """Checks that a draft fits a target.
 
-    Hidden size, embedding and vocabulary must match.
+    The sizes that its kind names, such as the vocabulary's, must match.
 
     Raises:
       ConfigError: A size differs. The message has both numbers.
+      ValueError: The kind has no weights.
     """
     sizes = get_learned(kind).size_pairs(network, target)
     mismatches = [

@@ -1,7 +1,7 @@
 """Training-time test of drafts.
 
-Source: EAGLE-3, arXiv 2503.01840. Runs the network of `recurrent` over full texts. Each depth reads
-its own states of the depth before.
+The network of `recurrent.py` runs over full texts. Each depth reads the network's own outputs of
+the depth before. Source: EAGLE-3, arXiv 2503.01840.
 """
 
 from typing import Any, NamedTuple
