@@ -165,6 +165,7 @@ def check_folders(config: ResolvedConfig, policy: Decoder, tokens: int) -> None:
     """Checks the headers of the checkpoints that a config names.
 
     Args:
+      config: config whose paths are checked.
       policy: the policy's network, of which only shapes are read.
       tokens: number of tokens of the tokenizer.
 
