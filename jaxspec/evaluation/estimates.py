@@ -168,7 +168,7 @@ def estimate_metrics(tally: AnswerTally, samples: int, has_votes: bool) -> dict[
 class PairedDifference(NamedTuple):
     """Difference in accuracy between two policies.
 
-    Positive if the second policy is better. Differences are taken on each problem.
+    It is positive if the second policy is better. Differences are taken on each problem.
     """
 
     estimate: Estimate

@@ -82,7 +82,7 @@ def sampling_settings(config: ResolvedConfig) -> dict[str, Any]:
     return values
 
 
-def differing_settings(config: ResolvedConfig) -> list[str]:
+def list_differing_settings(config: ResolvedConfig) -> list[str]:
     """Lists settings of evaluations that differ from the run's.
 
     If there are none, the run's program can answer evaluations.
@@ -104,7 +104,7 @@ def differing_settings(config: ResolvedConfig) -> list[str]:
 def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     """Returns the config of a program for evaluations.
 
-    A call has `eval.samples` rows for each prompt, and about as many rows as the run's batch.
+    A call samples all answers to each of its prompts. It has about as many rows as the run's batch.
 
     Args:
       config: the run's config.
