@@ -56,7 +56,7 @@ class PromptState(Tree):
     first_row: Int[Array, " n"]
     """First row of each prompt's group."""
     caches: Caches
-    """Caches of the prompts. Also empty if their keys and values are in pages."""
+    """Caches of the prompts, empty if their keys and values are in pages."""
     draft: PyTree
     """Draft state after each prompt."""
 
@@ -133,8 +133,8 @@ def rows_may_wait(state: DecodeState) -> bool:
 def pages_may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
     """Returns whether a row may be evicted. Known at trace time.
 
-    This is so if there are fewer pages than all slots and prompts can need. `state` must have all
-    its slots, not those of a tail loop.
+    Rows may be evicted if there are fewer pages than all slots and prompts can need. `state` must
+    have all its slots, not those of a tail loop.
     """
     pages, slots = state.pages, slot_count(state)
     owner_count, pages_per_row = pages.table.shape

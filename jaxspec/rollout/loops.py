@@ -44,7 +44,7 @@ class Loops(NamedTuple):
     should_continue: Callable[[DecodeState, int], Bool[Array, ""]]
     """(state, row threshold) -> whether to run another round.
 
-    It takes more unfinished rows than the threshold.
+    More rows than the threshold must be unfinished.
 
     With pages, rounds also stop for `fill_slots` and to read text.
     """
@@ -87,8 +87,8 @@ def build_loops(
         return slots.retire_rows_and_reserve_pages(state, *refill_arguments)
 
     # With pages, slots are filled between loops of rounds, so that the body of a round is compiled
-    # without the loops of `refill_slots`. Contiguous caches are filled in each round, since a pause
-    # would make the tail copy them.
+    # without the loops of `refill_slots`. Slots with contiguous caches are filled in each round,
+    # since a pause would make the tail copy the caches.
     is_paged = settings.page_size > 0
     after_round = retire_and_reserve if is_paged else fill_slots
 

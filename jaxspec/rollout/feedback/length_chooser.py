@@ -301,7 +301,7 @@ def predict_costs(
     """
     policy = _network_sizes(target)
     draft = _network_sizes(network, policy.head_bytes)
-    # Missing loops repeat the last one.
+    # A table has `MAX_LOOPS` loops. Missing ones cost as much as the last one.
     slot_counts = (*slots, *slots[-1:] * MAX_LOOPS)[:MAX_LOOPS]
     # Before it drafts, a small model reads two tokens, and a head the block of a round.
     read_tokens = [2 if isinstance(network, Decoder) else length + 1 for length in lengths]

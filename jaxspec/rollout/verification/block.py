@@ -31,7 +31,7 @@ class Block(NamedTuple):
     factors: Float[Array, " K"] | float
     """Temperature factor that each draft was sampled at."""
     grid: tuple[float, ...]
-    """Temperature factors to measure. It includes `factors`."""
+    """Temperature factors to measure. They include `factors`."""
     # A pass over the vocabulary for each factor would cost as much as a step of a small model, so
     # only some slots are measured.
     measured_slots: slice | Int[Array, " m"]
