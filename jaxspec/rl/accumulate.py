@@ -181,7 +181,7 @@ class Passes:
         self, networks: NetworkPair, shards: WeightShards, filler: Int[Array, ""]
     ) -> NetworkPair:
         """Delays weight gathering until the batch has arrived."""
-        # Without this the compiler hoists loop-invariant gathers above it.
+        # Otherwise the compiler hoists loop-invariant gathers above the arrival of the batch.
         return shards.order_collectives(
             networks, [signal_ready(filler)] if self.objective.needs_order else []
         )

@@ -2,7 +2,7 @@
 
 A weight is gathered when it is used. Its gradient is summed and scattered again. On CPUs these
 collectives are ordered. Experts are not gathered over the axis `expert`: tokens are sent to them
-(`models/moe.py`). Their gradients include the tokens of all members and are summed over `data`
+(`models/moe.py`). Their gradients cover the tokens of all members, and are summed over `data`
 only.
 """
 
@@ -145,7 +145,7 @@ class WeightShards:
     def signal_gathering(self, networks: NetworkPair) -> list[ReadySignal]:
         """Signals that weights outside layers are gathered.
 
-        It covers all but the policy's layers. The list is empty if no order is needed.
+        The signals cover all but the policy's layers. The list is empty if no order is needed.
         """
         outside_leaves = [
             (leaf, spec)

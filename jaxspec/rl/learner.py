@@ -297,7 +297,7 @@ class Learner:
         enabled: Bool[Array, ""],
     ) -> tuple[UpdateState, dict[str, Mean]]:
         """Makes one update on a mini-batch."""
-        # An empty mini-batch is skipped, unless the batch is empty, which counts as a skip.
+        # A mini-batch with nothing to read changes nothing. In an empty batch it counts as skipped.
         policy, draft, gap, updates = progress
         micro_batch_count = batch.plan.micro_batch_count
         enabled &= (micro_batch_count[mini_batch] > 0) | (jnp.sum(micro_batch_count) == 0)
@@ -386,7 +386,7 @@ class Learner:
 
     def _pin_layout(self, network: PyTree) -> PyTree:
         """Pins weights to the train layout."""
-        # So that old and new weights are selected in place, before any transfer.
+        # With this, old and new weights are selected in place, before any transfer.
         return jax.tree.map(lax.with_sharding_constraint, network, self.train_layout(network))
 
 

@@ -277,7 +277,7 @@ class KlPenalty(NamedTuple):
     def estimate_kl(
         self, logprobs: PerLabel, reference: PerLabel, loss_mask: Bool[Array, "B T"]
     ) -> PerLabel:
-        """Estimates the divergence; 0 outside the loss mask."""
+        """Estimates the divergence, which is 0 outside the loss mask."""
         return self.estimator(clamp_log_ratio(jnp.where(loss_mask, reference - logprobs, 0)))
 
 

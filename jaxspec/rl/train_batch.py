@@ -42,10 +42,7 @@ NO_STATES = NoStates()
 
 @pytree
 class TrainBatch(Tree):
-    """Rows to learn from.
-
-    It has no prompts, groups or slots.
-    """
+    """Rows to learn from, without prompts, groups and slots."""
 
     tokens: Int[AnyArray, "B S"]
     sampled_logprobs: Float[AnyArray, "B S"]
