@@ -106,8 +106,8 @@ def mixture_of_experts(
             outputs = expert_swiglu(tokens, *routing, experts, layer=layer)
         else:
             outputs = _exchange_in_pieces(tokens, routing, experts, expert_shards, layer)
-        # Adds up the slices only after tokens have returned to their own member. There are fewer of
-        # them than arrived at the experts.
+        # Adds up the slices only after tokens have returned to their own member, which has fewer
+        # tokens than arrive at its experts.
         return sum_over_tensor(outputs.astype(tokens.dtype))
 
     lead_axes = () if layer is None else (None,)
