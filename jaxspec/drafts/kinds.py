@@ -92,7 +92,7 @@ def build_draft(
 
 
 def build_network(spec: DraftSpec, key: Any) -> Any:
-    """Initializes the draft's network; None without weights."""
+    """Initializes the draft's network. Returns None for a draft without weights."""
     learned = get_kind(spec.kind).learned
     return None if learned is None else learned.init_network(spec, key)
 

@@ -109,8 +109,8 @@ def _run_depths(
 ) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _KeyValues]]:
     """Runs entries through some depths.
 
-    Returns the outputs by depth, the entries after the last depth, and the true keys and values by
-    layer, including those of these depths.
+    Returns the outputs by depth, and the entries after the last depth. Also returns all true keys
+    and values so far, by layer.
     """
     hidden, deep_states, true_states, outputs = (
         entries.hidden,
