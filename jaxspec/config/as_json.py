@@ -227,7 +227,7 @@ def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def _child_values(value: Any) -> Mapping[str, Any] | None:
-    """Returns a value's children by name; None if it is plain.
+    """Returns a value's children by name, or None if it is plain.
 
     Children of a list of mappings are named by their index.
     """

@@ -62,7 +62,7 @@ def resolve_config(config: Config, report: Reporter) -> ResolvedConfig:
             )
     if draft.path:
         return _resolve_draft(config, draft.path, report)
-    # Comes after the policy, whose sizes decide.
+    # `auto` depends on the policy's sizes, so it is resolved after them.
     learned_kind = get_kind(draft.kind).learned
     if learned_kind is None or learned_kind.resolve_settings is None:
         return config

@@ -69,7 +69,7 @@ GENERAL_RULES = (
         "no checkpoint to read (model.path)",
         lambda c: (
             not c.model.path
-            # It covers the draft's checkpoint as well.
+            # This setting covers the draft's checkpoint as well.
             and not ("model.ignore" in _settings_in_use(c) and c.rollout.draft.path)
         ),
     ),
