@@ -119,7 +119,7 @@ def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     if draft.length_choices:
         draft = replace(draft, draft_length=DRAFT_LENGTH)
     if engine.pages and isinstance(engine.page_size, int):
-        # A pool that suffices for the run's rows may be too small for these.
+        # A pool that suffices for the run's rows may be too small for those of evaluations.
         row = config.data.max_prompt_length, max_new_tokens, draft.max_draft_length
         min_pages = min_pool_size(prompts // shards, *row, engine.page_size)
         engine = replace(engine, pages=max(engine.pages, min_pages))
