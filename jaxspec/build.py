@@ -44,6 +44,9 @@ def build_step(
     """Builds the step of a config on a mesh.
 
     Token ids from `vocab_size` on are never sampled. `stop_strings` detects `rollout.stop`.
+
+    Raises:
+      ConfigError: the devices lack something that it needs, or `loss.function` cannot be used.
     """
     rollout = config.rollout
     processing = Processing(
@@ -145,7 +148,6 @@ def _build_loss_terms(config: ResolvedConfig) -> tuple[loss_terms.LossTerm, ...]
 
 
 def _build_kl_penalty(config: ResolvedConfig) -> loss_terms.KlPenalty:
-    """Builds the KL penalty."""
     kl = config.kl
     estimator = loss_terms.ESTIMATORS[kl.active_estimator]
     return loss_terms.KlPenalty(kl.beta, estimator, kl.importance, kl.where == "reward_to_go")
@@ -189,7 +191,6 @@ def _build_learner(
 
 
 def _build_policy_objective(config: ResolvedConfig) -> PolicyObjective:
-    """Builds the objective of the policy."""
     batch = config.batch
     rows = batch.prompts * batch.group_size // batch.mini_batches
     aggregation = {
@@ -203,7 +204,6 @@ def _build_policy_objective(config: ResolvedConfig) -> PolicyObjective:
 def _build_draft_objective(
     config: ResolvedConfig, temperature: float
 ) -> DraftObjective | UntrainedDraft:
-    """Builds the objective of the draft."""
     learned_kind, training = get_kind(config.rollout.draft.kind).learned, config.draft_training
     if learned_kind is None:
         return UntrainedDraft()
@@ -334,7 +334,7 @@ def _build_generator(
         verification=_choose_verification(config, mesh, processing),
     )
 
-    def lay_out(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:
+    def choose_layouts(mesh: Mesh, slots: int, length: int) -> tuple[WeightLayout, WeightLayout]:
         """Chooses the layouts of policy and draft."""
         threads = thread_count() if meshes.has_single_cpu_shards(mesh) else 0
         shard = mesh.shape[meshes.TENSOR], threads
@@ -360,7 +360,7 @@ def _build_generator(
         past_answers=rollout.past_answers,
         slots=SLOTS if rollout.engine.slots == "auto" else rollout.engine.slots,
         uses_tail=rollout.engine.tail,
-        make_layouts=lay_out,
+        make_layouts=choose_layouts,
         command_buffers=rollout.engine.command_buffers,
         description=repr(
             (config.model, rollout.draft, rollout.lookup, config.head, config.draft_model)
@@ -382,7 +382,7 @@ def draft_lengths(draft: DraftConfig, mesh: Mesh) -> tuple[int, ...]:
 def _choose_verification(
     config: ResolvedConfig, mesh: Mesh, processing: Processing
 ) -> Verification:
-    """Chooses fused verification on accelerators that support it, otherwise the plain form."""
+    """Chooses the fused form where it is supported and faster, otherwise the plain form."""
     # On accelerators, memory bounds passes over the vocabulary, and the fused form makes fewer. On
     # CPUs, tokens stay those of the plain form. "coupled" needs noise of the full vocabulary.
     can_fuse = config.rollout.verify != "coupled" and is_supported(processing)

@@ -216,7 +216,7 @@ def run_evaluation(job: Job, interrupt: Interrupt, folder: Path, run: SavedRun |
     # A killed process may have left half a line. Complete lines stay.
     records.truncate_from(float("inf"))
     answered = records.load_records()
-    remaining = evaluator.remaining_chunks(answered)
+    remaining = evaluator.list_remaining_chunks(answered)
     if remaining:
         with interrupt.exit_on_signal("loading the weights"):
             answer_prompts = program.bind(

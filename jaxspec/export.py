@@ -38,7 +38,7 @@ from jaxspec.host.job import Job, configure_jax, make_job, run_without_saving
 from jaxspec.host.loaded_run import SavedRun, check_tokenizer, find_run, read_state
 from jaxspec.host.workdir import require_outside_checkpoints
 from jaxspec.inputs.checked import CheckedConfig, require
-from jaxspec.models.lora import AdaptedDecoder, change_retention, merge_lora
+from jaxspec.models.lora import AdaptedDecoder, measure_retention, merge_lora
 from jaxspec.processes.devices import count_devices
 from jaxspec.state import PyTree
 from jaxspec.step import Step
@@ -202,7 +202,7 @@ def _report_rounding(policy: AdaptedDecoder, dtype: Any) -> None:
     """
     if jnp.finfo(dtype).bits >= 32:
         return
-    share = float(jax.jit(partial(change_retention, dtype=dtype))(policy))
+    share = float(jax.jit(partial(measure_retention, dtype=dtype))(policy))
     print(
         f"merged weights rounded to {dtype.name} keep {share:.0%} of the adapters' change; leave"
         " out --dtype to write them in float32, or serve DIR/adapter with its base",

@@ -195,7 +195,7 @@ def has_single_cpu_shards(mesh: Mesh) -> bool:
     return not has_accelerators(mesh) and mesh.shape[TENSOR] == 1
 
 
-# XLA copies the operands of products to pad them to multiples of this size.
+# XLA copies the operands of matrix products to pad them to multiples of this size.
 TILE = 128
 """Positions in a tile on accelerators."""
 
@@ -211,11 +211,11 @@ def round_to_tiles(mesh: Mesh, positions: int) -> int:
 def shard_map_rows(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """Maps a function over the shards of rows.
 
-    A `shard_map` that is manual over the row axes. Shards exchange data only through collectives in
+    The `shard_map` is manual over the row axes. Shards exchange data only through collectives in
     the function.
     """
     # A `tensor` axis of one device is manual too. As an Auto axis it would annotate every operation
-    # with a sharding, which makes the program half as long again, and slower to compile.
+    # with a sharding, which makes the program 1.5 times as long, and slower to compile.
     manual_axes = {*ROWS} if mesh.shape[TENSOR] > 1 else {*AXES}
     return jax.shard_map(
         function,

@@ -208,9 +208,9 @@ def row_keys(key: Key[Array, ""], rows: Int[Array, " B"], stream: int) -> Key[Ar
 def position_keys(
     keys: Key[Array, " B"], positions: Int[Array, " B"], count: int
 ) -> Key[Array, "B count"]:
-    """Derives keys for positions of each row.
+    """Derives keys for `count` positions of each row, from `positions` on.
 
-    They are `count` positions from `positions` on. A key depends only on row and absolute position.
+    A key depends only on row and absolute position.
     """
     offsets = jnp.arange(count, dtype=jnp.int32)
     return jax.vmap(
@@ -375,7 +375,7 @@ def _search_cumsum(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -
     """Inverts the cumulative sum of weights.
 
     Returns the first entry whose sum exceeds the share `uniform` of the total. Never returns an
-    entry of weight 0.
+    entry of weight 0, unless all weights are 0.
     """
     # By rounding, a parallel sum may grow at an entry of weight 0, so these are masked.
     cumsums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)

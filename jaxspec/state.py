@@ -56,7 +56,7 @@ def pytree(cls: type[_T]) -> type[_T]:
 
 
 class Tree:
-    """Base class of the pytrees here."""
+    """Base class of pytrees, with a method to replace fields."""
 
     def replace(self: _T, **changes: Any) -> _T:
         """Returns a copy with some fields replaced.
@@ -252,7 +252,7 @@ class LengthChooser(Tree):
 
 @pytree
 class NoChooser(Tree):
-    """In place of a `LengthChooser` if all rounds have the same draft length."""
+    """Absence of a `LengthChooser`: all rounds have the same draft length."""
 
 
 @pytree
@@ -271,7 +271,7 @@ class ExportedWeights(Tree):
 
     policy: PyTree
     draft: PyTree
-    """None without a draft that has weights."""
+    """None if the draft has no weights."""
     version: Int[Array, ""]
     """Version of the policy: number of batches learned from."""
 
@@ -299,7 +299,7 @@ class LearnerState(Tree):
     """Version of the policy: number of batches learned from."""
     recompute: Bool[Array, ""]
     """Whether to recompute old log-probabilities. If not, those of generation are used."""
-    # It is only read, so it has the type of products, which often takes half the memory.
+    # It is only read, so it has the dtype of matrix products, which often takes half the memory.
     reference: PyTree = None
     """Reference policy of the KL penalty. None without a penalty, or if it is the policy without
     its adapters."""

@@ -155,14 +155,14 @@ class Step:
         batch, penalty = self.build_batch(scored), self.kl_in_reward
         if penalty is None:
             return batch, {}
-        kl_to_go = self.learner.reference_kl(state.learner, batch, penalty, scored.learn)
+        kl_to_go = self.learner.sum_reference_kl(state.learner, batch, penalty, scored.learn)
         kl = kl_to_go[:, 0]
         count = jnp.sum(scored.valid, dtype=kl.dtype)
         mean = jnp.sum(jnp.where(scored.valid, kl, 0)) / jnp.maximum(count, 1)
         metrics: Metrics = {"reward/kl": Mean.from_value(mean, scored.learn & (count > 0))}
         if penalty.reward_to_go:
             rewards = scored.rewards.astype(batch.sampled_logprobs.dtype)
-            advantages = self.advantages.weigh_tokens(
+            advantages = self.advantages.compute_token_advantages(
                 rewards, scored.valid, batch.loss_mask, penalty.beta * kl_to_go
             )
             return batch.replace(advantages=advantages), metrics
@@ -186,7 +186,7 @@ class Step:
             tokens=rollout.tokens,
             sampled_logprobs=rollout.logprobs,
             loss_mask=loss_mask,
-            advantages=self.advantages.weigh_rows(rewards, scored.valid, lengths),
+            advantages=self.advantages.compute_row_advantages(rewards, scored.valid, lengths),
             version=rollout.version,
             plan=scored.plan,
         )

@@ -32,7 +32,7 @@ def export_weights(
 ) -> ExportedWeights:
     """Merges adapters, and casts policy and draft to the generator's `dtype`.
 
-    The layout stays the learner's. `seed` is the run's, and rounds merged weights.
+    The layout stays the learner's. Rounding of merged weights is keyed by the run's `seed`.
     """
     networks = merge_lora(policy, rounding_key(seed, version)), draft
     # Without the barrier XLA gathers some weights first, in the wider type, and then casts them.

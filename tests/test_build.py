@@ -98,6 +98,6 @@ def test_a_frozen_router_and_the_learning_rate_reach_the_learner() -> None:
     np.testing.assert_allclose(rates, [0.025, 0.05, 0.1], rtol=1e-6)
     weights = optimizers.trainable_parameters(tiny_network(Decoder, model, 1))
     state = learner.policy_optimizer.init(weights)
-    assert optimizers.update_count(state) == 0
+    assert optimizers.count_updates(state) == 0
     router = weights.layers.router.shape
     assert router not in {leaf.shape for leaf in jax.tree.leaves(state)}

@@ -107,7 +107,7 @@ def test_no_device_has_them_and_they_are_looked_at_there() -> None:
     ]
     assert parts[0] > 1000 * parts[1]
     state = start(made(True).step)
-    assert int(jax.jit(optimizers.check_condition)(state.learner.policy)) == optimizers.SOUND
+    assert int(jax.jit(optimizers.assess_condition)(state.learner.policy)) == optimizers.SOUND
 
 
 def test_a_backend_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ DRAFT_RATE = UsualRate(1e-4, 1e-5, 1e-3)
 class LearningRates(NamedTuple):
     """Learning rates of a run.
 
-    The policy's, the draft's during the run, and the draft's before the run.
+    They are for the policy, for the draft during the run, and for the draft before the run.
     """
 
     policy: float

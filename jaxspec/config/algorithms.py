@@ -129,7 +129,7 @@ def describe_algorithms() -> str:
 
 
 def collect_warnings(config: Config) -> list[str]:
-    """Warns of valid settings that are rarely intended."""
+    """Returns warnings of valid settings that are rarely intended."""
     # Adapters need larger rates than full weights.
     usual = FULL_RATE if config.lora.rank == 0 else ADAPTER_RATE
     warnings = [_clip_warning(config.loss), _kl_warning(config.kl)]
@@ -141,7 +141,7 @@ def collect_warnings(config: Config) -> list[str]:
 
 
 def collect_draft_warnings(config: Config) -> list[str]:
-    """Warns of rarely intended settings of draft training."""
+    """Returns warnings of rarely intended settings of draft training."""
     if not config.rollout.draft.is_learned:
         return []
     rates, warnings = config.learning_rates, []
@@ -153,7 +153,7 @@ def collect_draft_warnings(config: Config) -> list[str]:
 
 
 def _rate_warning(config: Config, section: str, rate: float, usual: UsualRate) -> str:
-    """Warns of an unusual learning rate for a loaded checkpoint."""
+    """Returns a warning of an unusual learning rate for a loaded checkpoint, or no text."""
     # The usual ranges are those of loaded checkpoints.
     if not config.model.path or usual.lowest <= rate <= usual.highest:
         return ""
@@ -169,8 +169,8 @@ def _rate_warning(config: Config, section: str, rate: float, usual: UsualRate) -
 
 
 def _clip_warning(loss: LossConfig) -> str:
-    # A user's loss has no bounds, so kinds count only without one.
-    """Warns of clip bounds that suit another kind of loss."""
+    """Returns a warning of clip bounds that suit another kind of loss, or no text."""
+    # A user's loss replaces the kind, and has no bounds.
     low, high = loss.clip_bounds
     bounds = f"loss.kind {loss.kind} with loss.clip_low {low:g} and loss.clip_high {high:g}"
     if loss.kind == "gspo" and not loss.function and max(low, high) > LARGEST_SEQUENCE_CLIP:
@@ -187,9 +187,9 @@ def _clip_warning(loss: LossConfig) -> str:
 
 
 def _kl_warning(kl: KlConfig) -> str:
+    """Returns a warning of an estimator whose gradient is not that of the KL divergence."""
     # In rewards only k1 has the gradient of the divergence. Estimators in the loss are checked by
     # `KlConfig`.
-    """Warns of an estimator whose gradient is not that of the KL divergence."""
     if kl.beta and kl.where != "loss" and kl.active_estimator != "k1":
         return (
             f"kl.estimator {kl.estimator} with kl.where {kl.where}: a reward less {kl.estimator}"
@@ -200,7 +200,7 @@ def _kl_warning(kl: KlConfig) -> str:
 
 
 def _off_policy_warnings(config: Config) -> list[str]:
-    """Warns of a loss without ratio on rows of older policies."""
+    """Returns a warning of a loss without ratio on rows of older policies, if any."""
     loss = config.loss
     # A user's loss may correct for older policies itself.
     if loss.kind != "reinforce" or loss.function or config.is_on_policy:
@@ -213,7 +213,7 @@ def _off_policy_warnings(config: Config) -> list[str]:
 
 
 def _dynamic_sampling_warnings(config: Config) -> list[str]:
-    """Warns if groups with advantages are left out."""
+    """Returns a warning if groups with advantages are left out."""
     if not config.dynamic_sampling.max_batches:
         return []
     # In each of these cases, equal rewards do not mean that advantages are 0.

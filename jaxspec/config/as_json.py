@@ -24,14 +24,14 @@ SPEED_SETTINGS = (
     "optimizer.offload",
     *_ENGINE,
 )
-"""Settings that change only time and memory, not results."""
+"""Settings that change time and memory, but results only by rounding."""
 _WHEN = ("steps", "save_every", "compare_plain", "profile")
-# Evaluations change nothing else in a run, bit by bit.
+# Evaluations leave the rest of a run bitwise the same.
 FREE_ON_RESUME = frozenset({"workdir", "eval.", *_WHEN, *SPEED_SETTINGS, *_MESH})
 """Settings that may differ when a run is resumed.
 
-They change where and how long it runs, and its measurements, but no results. A name that ends in a
-dot stands for all settings that start with it.
+They change where and how long it runs, and its measurements, but results only by rounding. A name
+that ends in a dot stands for all settings that start with it.
 """
 
 _RENAMED_OPTIONS = {
@@ -155,7 +155,7 @@ def _compare_keys(cls: Any, saved_settings: Any, prefix: str = "") -> tuple[list
 
 
 def _classes_in_fields(cls: Any) -> dict[str, Any]:
-    """Returns the dataclasses of fields."""
+    """Returns the settings class of each field that has one, by field name."""
     return {
         name: classes[0]
         for name, annotation in field_types(cls).items()
@@ -227,7 +227,7 @@ def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def _child_values(value: Any) -> Mapping[str, Any] | None:
-    """Returns a value's children by name; None if it is plain.
+    """Returns a value's children by name, or None if it is plain.
 
     Children of a list of mappings are named by their index.
     """

@@ -286,7 +286,7 @@ def _check_positions(config: ResolvedConfig) -> None:
 
 
 def _check_pool(config: ResolvedConfig, prompts: int) -> None:
-    """Checks that the pages of a data shard suffice for one row."""
+    """Checks that the pages of a data shard suffice for its prompts and one row."""
     engine = config.rollout.engine
     # A round writes its whole block before it is verified, so the block needs pages.
     draft_length = config.rollout.draft.max_draft_length if config.rollout.draft.is_enabled else 0
@@ -312,7 +312,7 @@ def _check_pool(config: ResolvedConfig, prompts: int) -> None:
 def _check_drafts(config: ResolvedConfig) -> None:
     """Checks draft and look-up against policy and response."""
     rollout, draft, vocab = config.rollout, config.rollout.draft, config.model.vocab
-    _check_loops(config)
+    _check_text_lengths(config)
     auto_note = " (the longest of auto)" if draft.draft_length == "auto" else ""
     message = (
         f"rollout.draft.draft_length {draft.max_draft_length}{auto_note} and rollout.max_new_tokens"
@@ -343,8 +343,8 @@ def _check_drafts(config: ResolvedConfig) -> None:
         learned.check_spec(config.draft_spec)
 
 
-def _check_loops(config: ResolvedConfig) -> None:
-    """Checks that n-grams and depths are shorter than the longest row."""
+def _check_text_lengths(config: ResolvedConfig) -> None:
+    """Checks n-grams and training depths against the longest row."""
     rollout, lookup, training = config.rollout, config.rollout.lookup, config.draft_training
     longest = config.row_length
     row = f"the longest row, data.max_prompt_length + rollout.max_new_tokens = {longest}"
@@ -364,7 +364,7 @@ def _check_loops(config: ResolvedConfig) -> None:
 
 
 def _row_counts(config: ResolvedConfig) -> dict[str, int]:
-    """Returns the rows of every batch by setting; 0 if nothing is trained."""
+    """Returns the prompts or rows of every batch by setting, 0 if nothing is trained."""
     sft = config.sft.steps and config.sft.rows
     offline = config.offline.rows if _trains_offline(config) else 0
     return {"batch.prompts": config.batch.prompts, "sft.rows": sft, "offline.rows": offline}

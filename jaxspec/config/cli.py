@@ -27,7 +27,7 @@ from jaxspec.config.as_json import (
     to_json,
 )
 from jaxspec.config.settings import SHARED_SETTINGS, Config, DraftConfig, LookupConfig
-from jaxspec.config.unused import refuse_idle, refuse_unused
+from jaxspec.config.unused import refuse_unread_settings, refuse_unused_settings
 from jaxspec.inputs.checked import CheckedConfig, ConfigError, error_text, require
 from jaxspec.inputs.docstrings import field_docstrings, first_sentence
 from jaxspec.inputs.options import option_names, refuse_unknown_options
@@ -105,7 +105,7 @@ def load_config(
 
     Args:
       swept_settings: settings of drafts that the program itself sets.
-      used_settings: settings that it reads (empty = all). Without any of drafts, it has none.
+      used_settings: settings that it reads (empty = all). If it reads no draft, there is none.
       base: config to start from. `--config` is then optional, and replaces its evaluation only.
 
     Raises:
@@ -131,13 +131,15 @@ def load_config(
     swept = ", ".join(f"--{name}" for name in swept_settings if name in named)
     require(not swept, f"{command} tries the values of {swept} by itself; leave it out")
     if used_settings:
-        refuse_idle(named | ({"algorithm"} if algorithm else set()), used_settings, command)
+        refuse_unread_settings(
+            named | ({"algorithm"} if algorithm else set()), used_settings, command
+        )
     # The program reads no draft, so none should be built or checked.
     if used_settings and not includes_setting(used_settings.split(), "rollout.draft.kind"):
         rollout = replace(config.rollout, draft=DraftConfig(kind="none"), lookup=LookupConfig())
         config = replace(config, rollout=rollout)
     if swept_settings:
-        refuse_unused(config, named, with_draft=False)
+        refuse_unused_settings(config, named, with_draft=False)
     else:
         config = settle_draft_settings(config, overrides)
     return (config if config.workdir else replace(config, workdir=f"runs/{name}")), name
@@ -281,7 +283,7 @@ def settle_draft_settings(config: _C, argv: Sequence[str], prefix: str = "") -> 
     ):
         rollout = replace(rollout, lookup=replace(rollout.lookup, beside="none"))
     config = replace(config, rollout=rollout)
-    refuse_unused(config, named)
+    refuse_unused_settings(config, named)
     return config
 
 
@@ -339,7 +341,7 @@ def read_config(path: Path, scale: str = "") -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def _report_in_one_line(path: Path) -> Iterator[None]:
-    """Turns any error of a config file into a message with its line."""
+    """Turns errors of a config file, but not Ctrl-C, into a ConfigError with the line."""
     try:
         yield
     except SyntaxError as error:

@@ -62,7 +62,7 @@ def resolve_config(config: Config, report: Reporter) -> ResolvedConfig:
             )
     if draft.path:
         return _resolve_draft(config, draft.path, report)
-    # Comes after the policy, whose sizes decide.
+    # `auto` depends on the policy's sizes, so it is resolved after them.
     learned_kind = get_kind(draft.kind).learned
     if learned_kind is None or learned_kind.resolve_settings is None:
         return config
@@ -165,6 +165,7 @@ def check_folders(config: ResolvedConfig, policy: Decoder, tokens: int) -> None:
     """Checks the headers of the checkpoints that a config names.
 
     Args:
+      config: config whose paths are checked.
       policy: the policy's network, of which only shapes are read.
       tokens: number of tokens of the tokenizer.
 

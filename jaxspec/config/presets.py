@@ -123,8 +123,8 @@ _POSITIONS = 40_960
 def spec_without_checkpoint(model: ModelConfig) -> ModelSpec:
     """Returns the spec of a model whose checkpoint is not read.
 
-    If it has the sizes of a published model, it gets that model's experts and context. Fewer layers
-    are allowed, to see the memory of a layer.
+    If it has the sizes of a published model, it gets that model's experts and context. Another
+    number of layers is allowed, to see the memory of a layer.
     """
     # Leaves only sizes to compare. The other fields do not identify a model.
     sizes = replace(

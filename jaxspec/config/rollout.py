@@ -62,7 +62,7 @@ class DraftConfig(KindSettings, prefix="rollout.draft."):
 
     @property
     def length_choices(self) -> tuple[int, ...]:
-        """Draft lengths that each round chooses from; empty if it is fixed."""
+        """Draft lengths that each round chooses from. Empty if the length is fixed."""
         return AUTO_LENGTHS if self.draft_length == "auto" else ()
 
     @property

@@ -136,7 +136,7 @@ class MeshConfig(CheckedConfig, prefix="mesh."):
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig(CheckedConfig, prefix="sft."):
-    """Supervised warm start of the embedded model (`train_sft`)."""
+    """Supervised warm start of the built-in model (`train_sft`)."""
 
     steps: Natural = 360
     """Updates of the warm start. 0 = random weights."""
@@ -313,7 +313,7 @@ class ResolvedConfig(Config):
 
     @classmethod
     def from_config(cls, config: Config) -> ResolvedConfig:
-        """Builds a config without checkpoints, from settings only."""
+        """Builds a config from settings alone. A resolved config is returned unchanged."""
         # Building it again would lose the facts of its checkpoints.
         if isinstance(config, ResolvedConfig):
             return config
@@ -362,7 +362,7 @@ class ResolvedConfig(Config):
 
 
 def parse_range(name: str, text: str) -> range:
-    """Parses FIRST:END, or an empty text.
+    """Parses FIRST:END. An empty text gives an empty range.
 
     Raises:
       ConfigError: The text is no range, or an empty one.

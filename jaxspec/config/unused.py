@@ -69,7 +69,7 @@ GENERAL_RULES = (
         "no checkpoint to read (model.path)",
         lambda c: (
             not c.model.path
-            # It covers the draft's checkpoint as well.
+            # This setting covers the draft's checkpoint as well.
             and not ("model.ignore" in _settings_in_use(c) and c.rollout.draft.path)
         ),
     ),
@@ -325,7 +325,9 @@ DRAFT_SETTINGS = (
 """Settings that `train_draft` reads."""
 
 
-def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: bool = True) -> None:
+def refuse_unused_settings(
+    config: Config, named_settings: Iterable[str], with_draft: bool = True
+) -> None:
     """Raises ConfigError for named settings without effect.
 
     Settings from a config file are accepted, and so are values equal to the default. Without
@@ -360,7 +362,7 @@ def refuse_unused(config: Config, named_settings: Iterable[str], with_draft: boo
     require(not facts, f"{'; '.join(facts)}; leave {'it' if len(reported) == 1 else 'them'} out")
 
 
-def refuse_idle(named_settings: Iterable[str], used_settings: str, command: str) -> None:
+def refuse_unread_settings(named_settings: Iterable[str], used_settings: str, command: str) -> None:
     """Raises ConfigError for named settings that a program never reads.
 
     `used_settings` are those that it reads, as in `Unused`. The message suggests similar ones.

@@ -31,10 +31,10 @@ class PointProposal(NamedTuple):
 
     tokens: Int[Array, "B K"]
     """Ids of the target's vocabulary."""
-    lengths: Int[Array, " B"]
-    """Number of valid draft tokens, 0..K. The tokens after them are ignored."""
     # Lengths may depend on the prefix only. A length that depended on a drawn token would bias
     # which drafts reach verification, and sampling would no longer be exact.
+    lengths: Int[Array, " B"]
+    """Number of valid draft tokens, 0..K. The tokens after them are ignored."""
 
 
 class DrawnProposal(NamedTuple):
@@ -43,7 +43,7 @@ class DrawnProposal(NamedTuple):
     tokens: Int[Array, "B K"]
     """Ids of the target's vocabulary."""
     logits: Float[Array, "B K W"]
-    """One finite logit at a position if a row's token is deterministic."""
+    """Logits that the tokens were drawn from. A deterministic token has the only finite logit."""
     lengths: Int[Array, " B"]
     """As in `PointProposal`."""
     ids: Int[Array, " W"] | None = None
@@ -70,7 +70,7 @@ class Context(NamedTuple):
     """Tokens of every row. None means that `lengths` has them."""
 
     def row_indices(self) -> Int[Array, " B"]:
-        """Returns each slot's row; the last row if empty."""
+        """Returns each slot's row, or the last row for an empty slot."""
         if isinstance(self.slot_rows, slice):
             return jnp.arange(len(self.lengths), dtype=jnp.int32)
         return jnp.minimum(self.slot_rows, len(self.tokens) - 1)

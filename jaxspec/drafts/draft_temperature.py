@@ -1,9 +1,8 @@
-"""Selects the draft's temperature by logged acceptance.
+"""Selects the draft's temperature by measured acceptance.
 
 Each depth has its own factor, with the best expected acceptance sum_v min(target, draft_T).
-Verification logs it for every T of a small grid wherever it compares target and draft, so no
-exploration is needed. Factors are fixed before a call draws anything, so they do not affect
-exactness of sampling.
+Verification measures this for every T of a small grid, so no exploration is needed. Factors are
+fixed before a call draws anything, so they do not affect exactness of sampling.
 """
 
 import jax.numpy as jnp

@@ -92,7 +92,7 @@ def build_draft(
 
 
 def build_network(spec: DraftSpec, key: Any) -> Any:
-    """Initializes the draft's network; None without weights."""
+    """Initializes the draft's network. Returns None for a draft without weights."""
     learned = get_kind(spec.kind).learned
     return None if learned is None else learned.init_network(spec, key)
 
@@ -100,10 +100,11 @@ def build_network(spec: DraftSpec, key: Any) -> Any:
 def check_fits(kind: str, network: Any, target: ModelSpec) -> None:
     """Checks that a draft fits a target.
 
-    Hidden size, embedding and vocabulary must match.
+    The sizes that its kind names, such as the vocabulary's, must match.
 
     Raises:
       ConfigError: A size differs. The message has both numbers.
+      ValueError: The kind has no weights.
     """
     sizes = get_learned(kind).size_pairs(network, target)
     mismatches = [

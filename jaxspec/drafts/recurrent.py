@@ -78,7 +78,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
     def catch_up(
         network: Network, target: Decoder, state: RecurrentState, cache: KVCache, context: Context
     ) -> tuple[RecurrentState, KVCache]:
-        # leaves room for the one position that the round commits
+        # Leaves room for the one position that the round commits.
         return _limit_pending(max_draft_length, depth, network, target, state, cache, context)
 
     def propose(
@@ -99,7 +99,7 @@ def recurrent_draft(max_draft_length: int, taps: tuple[int, ...] = (), depth: in
         cache, outputs = _read_block(
             network, cache, _pending_shift(state), block, embedded, positions, depth
         )
-        # 0 in a row of one token, which has no position to draft from yet
+        # A row of one token has no position to draft from yet, so its count is 0.
         pending_count = _count_pending(state, context)
         last_pending = jnp.maximum(pending_count - 1, 0)
         outputs_at_last = [

@@ -48,7 +48,7 @@ def update_trend(trend: AcceptanceTrend, statistics: Statistics) -> AcceptanceTr
 
 
 def train_every(batches: int) -> Schedule:
-    """Trains on the first of every `batches` batches."""
+    """Returns a schedule that trains on the first of every `batches` batches."""
     return lambda _, version: version % batches == 0
 
 

@@ -1,7 +1,7 @@
 """Training-time test of drafts.
 
-Source: EAGLE-3, arXiv 2503.01840. Runs the network of `recurrent` over full texts. Each depth reads
-its own states of the depth before.
+The network of `recurrent.py` runs over full texts. Each depth reads the network's own outputs of
+the depth before. Source: EAGLE-3, arXiv 2503.01840.
 """
 
 from typing import Any, NamedTuple
@@ -109,8 +109,8 @@ def _run_depths(
 ) -> tuple[list[Float[Array, "B T D"]], _Entries, dict[int, _KeyValues]]:
     """Runs entries through some depths.
 
-    Returns the outputs by depth, the entries after the last depth, and the true keys and values by
-    layer, including those of these depths.
+    Returns the outputs by depth, and the entries after the last depth. Also returns all true keys
+    and values so far, by layer.
     """
     hidden, deep_states, true_states, outputs = (
         entries.hidden,

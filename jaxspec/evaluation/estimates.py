@@ -70,9 +70,9 @@ def pass_at_k(count: int, correct: int, k: int) -> float:
 def majority_accuracy(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Computes the accuracy of a majority vote.
 
-    The vote chooses the most frequent answer (Wang et al., arXiv 2203.11171), and one of them at
-    random if several are equally frequent. The result is the probability that it is correct, and 0
-    without any vote.
+    The vote chooses the most frequent answer (Wang et al., arXiv 2203.11171). Among equally
+    frequent answers it chooses at random. The result is the probability that the chosen answer is
+    correct, and 0 without any vote.
 
     Args:
       answers: stated answers. None = no answer, which has no vote.
@@ -140,8 +140,9 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
 def estimate_metrics(tally: AnswerTally, samples: int, has_votes: bool) -> dict[str, Estimate]:
     """Estimates the metrics of a set of problems.
 
-    They are avg@k, cons@k and the mean reward for k = `samples`, and pass@k for powers of 2 and for
-    `samples`. With one sample, there is no pass@k and no cons@k.
+    They are avg@k, cons@k and the mean reward for k = `samples`. There is a pass@k for 2, 4,
+    8 and so on below `samples`, and for `samples`. With one sample, there is no pass@k and no
+    cons@k.
 
     Args:
       tally: counts of the answers to each problem.
@@ -168,7 +169,7 @@ def estimate_metrics(tally: AnswerTally, samples: int, has_votes: bool) -> dict[
 class PairedDifference(NamedTuple):
     """Difference in accuracy between two policies.
 
-    Positive if the second policy is better. Differences are taken on each problem.
+    It is positive if the second policy is better. Differences are taken on each problem.
     """
 
     estimate: Estimate

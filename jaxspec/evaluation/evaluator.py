@@ -117,7 +117,7 @@ class Evaluator:
             records += chunk_records
         return records
 
-    def remaining_chunks(self, records: list[ProblemRecord]) -> list[ProblemChunk]:
+    def list_remaining_chunks(self, records: list[ProblemRecord]) -> list[ProblemChunk]:
         """Lists the chunks that are not answered yet.
 
         Args:
@@ -217,7 +217,7 @@ class Evaluator:
         return self._set_configs[self._problem_sets[name].set_number].data
 
     def _has_votes(self, name: str) -> bool:
-        """Whether answers to a set's problems can be compared."""
+        """Returns whether answers to a set's problems can be compared."""
         # Different programs may be equally correct, so code has no votes.
         set_config = self._set_configs[self._problem_sets[name].set_number]
         return "answer" in set_config.reward.all_parts and set_config.data.answer_style != "code"
@@ -249,12 +249,12 @@ def estimates_to_metrics(estimates: Mapping[str, Mapping[str, Estimate]]) -> dic
 
 
 def has_evaluation(metrics: Mapping[str, Any]) -> bool:
-    """Whether a batch's metrics include an evaluation."""
+    """Returns whether a batch's metrics include an evaluation."""
     return any(name.startswith("eval/") for name in metrics)
 
 
 def _describe_answer(rollout_scores: RolloutScores, row: int) -> dict[str, Any]:
-    """Returns one answer's items of a record's lists."""
+    """Returns one answer's entry in each list of a record."""
     # Null marks responses that failed or were not judged, so that estimates can leave them out.
     is_judged, scores = bool(rollout_scores.has_reward[row]), rollout_scores.scores
     outcome = Outcome(int(scores.outcomes[row]))

@@ -82,7 +82,7 @@ def sampling_settings(config: ResolvedConfig) -> dict[str, Any]:
     return values
 
 
-def differing_settings(config: ResolvedConfig) -> list[str]:
+def list_differing_settings(config: ResolvedConfig) -> list[str]:
     """Lists settings of evaluations that differ from the run's.
 
     If there are none, the run's program can answer evaluations.
@@ -104,7 +104,7 @@ def differing_settings(config: ResolvedConfig) -> list[str]:
 def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     """Returns the config of a program for evaluations.
 
-    A call has `eval.samples` rows for each prompt, and about as many rows as the run's batch.
+    A call samples all answers to each of its prompts. It has about as many rows as the run's batch.
 
     Args:
       config: the run's config.
@@ -119,7 +119,7 @@ def evaluation_config(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     if draft.length_choices:
         draft = replace(draft, draft_length=DRAFT_LENGTH)
     if engine.pages and isinstance(engine.page_size, int):
-        # A pool that suffices for the run's rows may be too small for these.
+        # A pool that suffices for the run's rows may be too small for those of evaluations.
         row = config.data.max_prompt_length, max_new_tokens, draft.max_draft_length
         min_pages = min_pool_size(prompts // shards, *row, engine.page_size)
         engine = replace(engine, pages=max(engine.pages, min_pages))

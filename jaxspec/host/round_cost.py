@@ -227,7 +227,7 @@ def _time_round(run: RunRounds, rounds: int) -> float:
     ]
     # Other programs can only slow a call down, so the minimum is the best estimate.
     short_seconds, long_seconds = (min(times) for times in zip(*pairs, strict=True))
-    return length_chooser.round_seconds(short_seconds, long_seconds, rounds)
+    return length_chooser.compute_round_seconds(short_seconds, long_seconds, rounds)
 
 
 # ---- by public figures

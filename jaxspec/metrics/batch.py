@@ -60,7 +60,7 @@ def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
         "skipped_policy": "skipped/policy",
         "skipped_draft": "skipped/draft",
     }
-    # The terminal shows that a batch has no reward.
+    # A batch without rewards shows NaN, so that it is noticed.
     numbers = {name: record.get(key, math.nan) for name, key in result_metrics.items()}
     return numbers | {name: record[key] for name, key in fault_metrics.items() if record.get(key)}
 

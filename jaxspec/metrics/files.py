@@ -49,7 +49,7 @@ class MetricsWriter:
     Processes other than 0 write nothing.
 
     Raises:
-      ConfigError: a file cannot be written. All methods may raise it.
+      ConfigError: a file cannot be written or has a damaged line. All methods may raise it.
     """
 
     def __init__(self, workdir: Path, process_index: int) -> None:
@@ -182,7 +182,11 @@ def to_json_value(value: Any) -> Any:
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Appends JSON lines to a file. NaN and infinity are written as null."""
+    """Appends JSON lines to a file. NaN and infinity are written as null.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
     _write_records(path, "a", map(to_json_value, records))
 
 
@@ -212,7 +216,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     An absent file has none.
 
     Raises:
-      ConfigError: a complete line is damaged, or has no integer `step`.
+      ConfigError: the file cannot be read, or a complete line is damaged or has no integer `step`.
     """
     if not path.exists():
         return []
@@ -243,7 +247,11 @@ def _reject_constant(name: str) -> None:
 
 
 def truncate_records(path: Path, step: float | int) -> None:
-    """Removes the lines of `step` and later, atomically."""
+    """Removes the lines of `step` and later, atomically.
+
+    Raises:
+      ConfigError: the file cannot be written, or as in `read_records`.
+    """
     remaining_records = [record for record in read_records(path) if record["step"] < step]
     if path.exists():
         temporary_file = path.with_suffix(".cut")
@@ -256,7 +264,7 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """Reads the metrics of a run, oldest first.
 
     Raises:
-      ConfigError: a line of the metrics or of the samples is damaged.
+      ConfigError: a metric is no number, or as in `read_records` for metrics or samples.
     """
     # A resumed run truncates the samples too, so damage there is reported early.
     read_records(Path(workdir) / _SAMPLES)

@@ -140,8 +140,8 @@ def write_block(
 ) -> KVCache:
     """Writes keys and values of a block.
 
-    `addresses` are those of `locate_block`. If a key or its value is not finite, the key is stored
-    as NaN and the value as 0.
+    `addresses` are those of `locate_block`. Element by element, a value that is not finite is
+    stored as 0. A key is stored as NaN if it or its value is not finite.
     """
     pages, offsets = addresses
     # `locate_block` added a dropped write to a single position.
@@ -230,7 +230,10 @@ def position_range(first: Int[Array, ""] | int, count: int) -> Int[Array, " C"]:
 def update_layer(
     arrays: Any, layer: LayerIndex, update: Callable[[Array, LayerIndex], Array]
 ) -> Any:
-    """Updates the array of one layer."""
+    """Updates one layer of `arrays`.
+
+    `update` gets an array with a layer axis, and the layer's index on it.
+    """
     if not isinstance(arrays, tuple):
         return update(arrays, layer)
     assert isinstance(layer, int), "a layer's index must be static if layers are not stacked"
@@ -240,7 +243,7 @@ def update_layer(
 def split_layers(cache: KVCache) -> list[KVCache]:
     """Splits a cache into one per layer.
 
-    The layer has index 0 in its cache.
+    Each layer has index 0 in its own cache.
     """
     return [
         cache.replace(keys=(keys,), values=(values,))
@@ -259,7 +262,7 @@ def join_layers(caches: list[KVCache]) -> KVCache:
 def map_layers(function: Any, *pools: Any) -> Any:
     """Maps a function over all layers.
 
-    Its first argument is the axis of the pages: 0, or 1 if layers are stacked.
+    The function's first argument is the axis of the pages: 0, or 1 if layers are stacked.
     """
     if isinstance(pools[0], tuple):
         return tuple(function(0, *layer_pools) for layer_pools in zip(*pools, strict=True))

@@ -95,16 +95,19 @@ def expand_prompts(prompts: KVCache, group_size: int, positions: int, chunk: int
 
 
 def block_alignment(cache: KVCache) -> int:
-    """Returns the number of positions read together.
+    """Returns the number of positions of which blocks to read are multiples.
 
-    That is the width of a chunk, or 1 if rows have a single chunk.
+    It is the width of a chunk, or 1 if rows have a single chunk.
     """
     width = cache.keys[0].shape[-1]
     return width if width < cache.page_size else 1
 
 
 def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
-    """See `CacheLayout`. A table, if any, has one column: the page of each text."""
+    """Locates positions, as `CacheLayout` defines.
+
+    A table, if any, has one column: the page of each text.
+    """
     rows = jnp.broadcast_to(cache.table, positions.shape) if cache.table.size else None
     return CacheAddresses(rows, positions)
 
@@ -112,7 +115,7 @@ def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddre
 def read_positions(
     cache: KVCache, layer: LayerIndex, first: Int[Array, ""] | int, count: int
 ) -> tuple[Array, Array, Int[Array, " C"]]:
-    """See `CacheLayout`."""
+    """Reads `count` positions of all rows, as `CacheLayout` defines."""
     size, alignment = cache.page_size, block_alignment(cache)
     keys, values, first_position = (
         split_heads(cache.keys[layer], cache.kv_heads),
@@ -135,7 +138,7 @@ def read_positions(
 def attend(
     grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, mask: AttentionMask
 ) -> PartialAttention:
-    """See `CacheLayout`."""
+    """Attends to the cache block by block, as `CacheLayout` defines."""
     return attend_in_blocks(
         grouped,
         partial(read_positions, cache, layer),
@@ -170,12 +173,12 @@ def copy_prompt(cache: KVCache, copy: PromptCopy, prompts: KVCache) -> KVCache:
 
 
 def take_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
-    """See `CacheLayout`."""
+    """Copies the selected rows to a cache of their own."""
     return map_keys_values(lambda lead, pool: jnp.take(pool, rows, axis=lead), cache)
 
 
 def write_rows(cache: KVCache, rows: Int[Array, " b"], row_cache: KVCache) -> KVCache:
-    """See `CacheLayout`."""
+    """Writes the rows of `row_cache` back to the selected rows."""
     return map_keys_values(
         lambda lead, pool, row_pool: pool.at[(slice(None),) * lead + (rows,)].set(
             row_pool, unique_indices=True

@@ -318,7 +318,7 @@ def cast_head(network: Any, dtype: str) -> Any:
 
 
 def extract_head(decoder: Decoder) -> Decoder:
-    """Returns the weights that `logits` reads."""
+    """Returns a decoder without layers, and without an embedding that is not its head."""
     head_only: Any = jax.tree.map(lambda leaf: leaf, decoder)
     head_only.layers = nnx.data(None)
     if head_only.head is not None:
@@ -327,7 +327,7 @@ def extract_head(decoder: Decoder) -> Decoder:
 
 
 def _is_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a value is stored for the backward pass."""
+    """Returns whether a value is stored for the backward pass."""
     # Gathered and cast values, mostly weights, are recomputed. Storing those of all layers would
     # undo the sharding.
     return primitive.name not in ("all_gather", "convert_element_type")

@@ -37,8 +37,8 @@ class DraftEmbedding(nnx.Variable):
 def llama_head_spec(target: ModelSpec, ffn: int = 0) -> ModelSpec:
     """Describes a new head for `target`.
 
-    The head is one dense Llama layer of the target's sizes. With `ffn` 0 its
-    feed-forward width is the target's, times the experts per token.
+    The head is one dense Llama layer of the target's sizes. With `ffn` 0 its feed-forward width is
+    the target's, times the experts per token.
     """
     family = target.family
     width = ffn or target.ffn * (family.experts_per_token if family.experts else 1)
@@ -158,7 +158,7 @@ class Eagle3(nnx.Module):
         return (target.embedding if self.embedding is None else self.embedding)[...][tokens]
 
     def to_hidden(self, features: Float[Array, "B T C"]) -> Float[Array, "B T D"]:
-        """Fuses the taps into one hidden state."""
+        """Fuses the taps into one hidden state, which a head without taps reads directly."""
         eps = self.config.norm_eps
         if self.fuse is None:
             return features

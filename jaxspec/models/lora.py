@@ -113,7 +113,7 @@ class AdaptedDecoder(nnx.Module):
 
 
 def choose_targets(names: tuple[str, ...], model: ModelSpec, setting: str) -> tuple[str, ...]:
-    """Returns the given targets, or all by default.
+    """Returns the given targets, each once, or all by default.
 
     `setting` is the name of the setting in error messages.
 
@@ -187,7 +187,7 @@ def round_stochastically(
     return jnp.where(jnp.isfinite(values), rounded, values.astype(dtype))
 
 
-def change_retention(network: AdaptedDecoder, dtype: jnp.dtype) -> Float[Array, ""]:
+def measure_retention(network: AdaptedDecoder, dtype: jnp.dtype) -> Float[Array, ""]:
     """Returns the share of changes that survives rounding.
 
     Merged weights are rounded to `dtype`. The change after rounding is projected on the change

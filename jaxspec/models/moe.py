@@ -13,7 +13,7 @@ from jaxspec.kernels.exchange import all_to_all_counts, all_to_all_rows
 from jaxspec.kernels.grouped import ExpertWeights, expert_swiglu
 from jaxspec.mesh import TENSOR, shard_map_tensor, sum_over_tensor
 
-# This is more than enough tokens for fast products.
+# So many bytes hold more tokens than matrix products need to be fast.
 MAX_RECEIVED_BYTES = 2**27
 """Largest size of the tokens that can arrive at an expert shard at once."""
 
@@ -105,9 +105,9 @@ def mixture_of_experts(
         if expert_shards == 1:
             outputs = expert_swiglu(tokens, *routing, experts, layer=layer)
         else:
-            outputs = _run_in_pieces(tokens, routing, experts, expert_shards, layer)
-        # Adds up the slices only after tokens have returned to their own member. There are fewer of
-        # them than arrived at the experts.
+            outputs = _exchange_in_pieces(tokens, routing, experts, expert_shards, layer)
+        # Adds up the slices only after tokens have returned to their own member, which has fewer
+        # tokens than arrive at its experts.
         return sum_over_tensor(outputs.astype(tokens.dtype))
 
     lead_axes = () if layer is None else (None,)
@@ -133,7 +133,7 @@ def _measure_traffic(
     )
 
 
-def _run_in_pieces(
+def _exchange_in_pieces(
     tokens: Float[Array, "T D"],
     routing: Routing,
     experts: ExpertWeights,
@@ -141,7 +141,7 @@ def _run_in_pieces(
     layer: Int[Array, ""] | None,
 ) -> Float[Array, "T D"]:
     """Runs `_exchange_tokens` on pieces of tokens."""
-    # In the worst case, all tokens of all shards arrive at one. Pieces bound the size of that.
+    # In the worst case, all tokens of all shards arrive at one shard. Pieces bound their size.
     count, piece_count = len(tokens), -(-expert_shards * tokens.nbytes // MAX_RECEIVED_BYTES)
     if piece_count == 1:
         return _exchange_tokens(tokens, routing, experts, expert_shards, layer)

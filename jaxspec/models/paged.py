@@ -35,7 +35,7 @@ def empty_pages(cache: KVCache, pages: int, page_size: int) -> KVCache:
 
 
 def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddresses:
-    """See `CacheLayout`."""
+    """Locates positions by the table, as `CacheLayout` defines."""
     size = cache.page_size
     # Positions without a page get a page beyond the pool, where writes are dropped.
     pages = jnp.take_along_axis(
@@ -49,7 +49,7 @@ def locate_positions(cache: KVCache, positions: Int[Array, "B T"]) -> CacheAddre
 def read_positions(
     cache: KVCache, layer: LayerIndex, first: Int[Array, ""] | int, count: int
 ) -> tuple[Array, Array, Int[Array, " C"]]:
-    """See `CacheLayout`."""
+    """Reads `count` positions of all rows, or whole rows if these are shorter."""
     size, row_pages = cache.page_size, cache.table.shape[1]
     pages = min(count // size, row_pages)
     column = jnp.minimum(first // size, row_pages - pages)
@@ -67,7 +67,7 @@ def read_positions(
 def attend(
     grouped: Float[Array, "B T M R H"], cache: KVCache, layer: LayerIndex, mask: AttentionMask
 ) -> PartialAttention:
-    """See `CacheLayout`. Uses a GPU kernel if it supports devices and shapes."""
+    """Attends to the cache, by a GPU kernel if it supports devices and shapes."""
     if paged_attention.has_hopper_gpus() and paged_attention.supports_shapes(
         grouped, cache.keys[0]
     ):
@@ -99,13 +99,13 @@ def copy_prompt(cache: KVCache, copy: PromptCopy, prompts: KVCache) -> KVCache:
 
 
 def take_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
-    """See `CacheLayout`."""
+    """Returns the whole cache."""
     # Rows share one pool of pages. The caller selects their rows of the table.
     return cache
 
 
 def write_rows(cache: KVCache, rows: Int[Array, " b"], row_cache: KVCache) -> KVCache:
-    """See `CacheLayout`."""
+    """Returns `row_cache`."""
     # `take_rows` returned the whole pool, so `row_cache` has all pages.
     return row_cache
 

@@ -59,7 +59,7 @@ def fastest_layout(
 
     Args:
       config: Architecture of the network.
-      tensor: Number of devices of a data shard.
+      tensor: Number of devices over which `tensor` splits weights.
       threads: Number of threads if each data shard is a single CPU device, else 0.
       tokens: Numbers of tokens of the passes, on each data shard.
     """

@@ -94,11 +94,11 @@ class Passes:
     ) -> tuple[Float[Array, "B S"], PlacedBatch]:
         """Computes logprobs of the labels under a policy.
 
-        Starts at mini-batch `first_mini_batch`. Each is stored at its token's position, zeros
-        elsewhere. Also returns the batch, tied to this pass so that later reads are ordered after
-        it.
+        Mini-batches before `first_mini_batch` are left out. Each logprob is stored at its token's
+        position, and all others are zero. Also returns the batch, tied to this pass so that later
+        reads are ordered after it.
         """
-        shards, specs = self._shard_weights((policy, None))
+        shards, specs = self._make_weight_shards((policy, None))
         run_on_shard = partial(self._logprobs_on_shard, shards=shards)
         batch_specs = _batch_specs(batch)
         return shard_map_rows(
@@ -110,7 +110,7 @@ class Passes:
     ) -> tuple[LogprobGap, PlacedBatch]:
         """Compares `logprobs` with the recorded ones.
 
-        Starts at mini-batch `first_mini_batch`. Rows of older versions are left out. Also returns
+        Mini-batches before `first_mini_batch` and rows of older versions are left out. Also returns
         the batch, tied to the sums.
         """
 
@@ -162,7 +162,7 @@ class Passes:
         They are in row order, one per token. The batch's rows are not placed yet.
         """
         placed_batch = self.place_rows(batch)
-        shards, specs = self._shard_weights((policy, None))
+        shards, specs = self._make_weight_shards((policy, None))
         run_on_shard = partial(self._states_on_shard, shards=shards)
         batch_specs = _batch_specs(placed_batch)
         compute = shard_map_rows(self.mesh, run_on_shard, (specs[0], batch_specs), P(ROWS))
@@ -170,8 +170,8 @@ class Passes:
 
     # ---- shared by all passes
 
-    def _shard_weights(self, networks: NetworkPair) -> tuple[WeightShards, NetworkPair]:
-        """Returns the networks' shardings: for collectives, and as `shard_map` specs of rows."""
+    def _make_weight_shards(self, networks: NetworkPair) -> tuple[WeightShards, NetworkPair]:
+        """Returns the networks' shards for collectives, and their specs over the row axes."""
         specs: Any = jax.tree.map(lambda sharding: sharding.spec, self.train_layout(networks))
         return WeightShards(specs, self.dtype, self.objective.needs_order), jax.tree.map(
             keep_row_axes, specs
@@ -181,7 +181,7 @@ class Passes:
         self, networks: NetworkPair, shards: WeightShards, filler: Int[Array, ""]
     ) -> NetworkPair:
         """Delays weight gathering until the batch has arrived."""
-        # Without this the compiler hoists loop-invariant gathers above it.
+        # Otherwise the compiler hoists loop-invariant gathers above the arrival of the batch.
         return shards.order_collectives(
             networks, [signal_ready(filler)] if self.objective.needs_order else []
         )
@@ -197,7 +197,7 @@ class Passes:
         mini_batch: Int[Array, ""],
         learning: bool,
     ) -> tuple[PyTree, BatchSums, BatchCounts]:
-        shards, specs = self._shard_weights((policy, draft))
+        shards, specs = self._make_weight_shards((policy, draft))
         run_on_shard = partial(self._run_on_shard, shards=shards, learning=learning)
         gradients = self._select_trained(specs) if learning else (None, None)
         inputs = (*specs, P(), _batch_specs(batch), P())
@@ -228,7 +228,7 @@ class Passes:
     ) -> tuple[PyTree, BatchSums, BatchCounts]:
         """Runs a pass on one shard's micro-batches."""
         objective = self.objective
-        counts, filler = objective.count_mini_batch(batch, mini_batch), filler_token(batch)
+        counts, filler = objective.compute_counts(batch, mini_batch), filler_token(batch)
         policy, draft = self._delay_gathering((policy, draft), shards, filler)
         weights, trained_shards = (
             self._select_trained((policy, draft)),
@@ -236,15 +236,15 @@ class Passes:
         )
 
         def gather_networks(weights: NetworkPair) -> tuple[NetworkPair, NetworkPair]:
-            networks = shards.gather_outside_layers(*_fill_weights((policy, draft), weights))
+            networks = shards.gather_outside_layers(*_replace_weights((policy, draft), weights))
             return self._select_trained(networks), networks
 
         def compute_loss(
             weights: NetworkPair, networks: NetworkPair, pack: Pack, row: Int[Array, "1 T"]
         ) -> tuple[Float[Array, ""], BatchSums]:
-            filled_networks = _fill_weights(networks, weights)
+            complete_networks = _replace_weights(networks, weights)
             sums = objective.sum_micro_batch(
-                *filled_networks, shards, online, pack, row, batch, counts
+                *complete_networks, shards, online, pack, row, batch, counts
             )
             return objective.total_loss(sums, counts), sums
 
@@ -279,7 +279,7 @@ class Passes:
             add_micro_batch,
             (zero_gradients, objective.empty_sums(counts, policy.config)),
         )
-        # Once per batch, which costs fewer collectives than once per micro-batch.
+        # Summed over shards once per pass, which takes fewer collectives than per micro-batch.
         return (
             trained_shards.sum_gradients(gradients) if learning else gradients,
             sums.sum_over_shards(),
@@ -366,7 +366,7 @@ class Passes:
 
 
 def order_batch_after(batch: PlacedBatch, *results: Num[Array, ""]) -> PlacedBatch:
-    """Orders later reads of a batch after `results`."""
+    """Orders later reads of a batch's tokens and loss mask after `results`."""
     signals = [signal_ready(result) for result in results]
     return batch.replace(
         tokens=order_after(batch.tokens, signals), loss_mask=order_after(batch.loss_mask, signals)
@@ -385,7 +385,7 @@ def _batch_specs(batch: TrainBatch) -> Any:
     return specs.replace(plan=plan)
 
 
-def _fill_weights(networks: NetworkPair, weights: NetworkPair) -> NetworkPair:
+def _replace_weights(networks: NetworkPair, weights: NetworkPair) -> NetworkPair:
     """Replaces the trained weights of networks."""
     policy, draft = map(optimizers.replace_parameters, networks, weights)
     return policy, draft

@@ -23,7 +23,7 @@ Valid = Bool[Array, "n G"]
 Baseline = Callable[[Rewards, Valid], Float[Array, "n G"]]
 """(rewards, valid) -> rewards minus a baseline."""
 Centered = Float[Array, "n G *T"]
-"""Rewards minus their baseline: one value per row, or per each of its T tokens."""
+"""Rewards minus their baseline: one value per row, or one for each of its T tokens."""
 TokenCounts = Int[Array, "n G *T"]
 """Tokens per advantage: a response's length, or 1 for a single token."""
 Scale = Callable[[Centered, Rewards, Valid, TokenCounts], Centered]
@@ -41,7 +41,7 @@ class AdvantageEstimator(NamedTuple):
     baseline: Baseline
     scale: Scale
 
-    def weigh_rows(
+    def compute_row_advantages(
         self,
         rewards: Float[Array, " B"],
         valid: Bool[Array, " B"],
@@ -53,7 +53,7 @@ class AdvantageEstimator(NamedTuple):
         scaled = jnp.where(valid, self.scale(centered, rewards, valid, token_counts), 0)
         return scaled.reshape(-1)
 
-    def weigh_tokens(
+    def compute_token_advantages(
         self,
         rewards: Float[Array, " B"],
         valid: Bool[Array, " B"],
@@ -243,7 +243,7 @@ def _valid_variance(
 
 
 def _divide_by_std(centered: Centered, variance: Float[Array, "..."]) -> Centered:
-    """Divides by a standard deviation unless 0."""
+    """Divides by a standard deviation, unless it is 0."""
     deviation = jnp.sqrt(_append_axes(variance, centered))
     return centered / jnp.where(deviation > 0, deviation + STD_EPSILON, 1)
 

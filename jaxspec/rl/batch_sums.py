@@ -54,9 +54,9 @@ class BatchSums(NamedTuple):
 
 
 class BatchCounts(NamedTuple):
-    """Divisors of the sums, counted over the whole batch."""
+    """Divisors of the sums, counted over the whole mini-batch and all shards."""
 
-    # Counted before the first micro-batch is read, so that means are those of the batch.
+    # Counted before the first micro-batch is read, so that losses can be weighed as they are added.
 
     labels: Float[Array, ""]
     """Labels in the loss mask."""

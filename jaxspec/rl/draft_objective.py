@@ -123,9 +123,9 @@ class DraftComparison(NamedTuple):
     def acceptance_metrics(
         self, label_counts: Num[Array, " A"], is_present: Bool[Array, ""]
     ) -> dict[str, Mean]:
-        """Returns the mean acceptance by depth, of sums.
+        """Returns the mean acceptance by depth. The fields must be sums.
 
-        A depth without labels has none, as in texts that are too short for it.
+        A depth without labels has no mean, as in texts that are too short for it.
         """
         means = self.acceptance / jnp.maximum(label_counts, 1)
         return {
@@ -146,10 +146,10 @@ class DraftObjective(NamedTuple):
     """Depths of training. Depth i reads the draft's own output of depth i-1 and the true token."""
     decay: float
     """Weight of depth i is decay**i, normalized."""
-    temperature: float
-    """Rollout temperature, applied to both distributions. 0 counts as 1."""
     # Bans, top-k and top-p are left out, since verification applies them. At temperature 0 the
     # target would be a single token, which carries too little to learn from.
+    temperature: float
+    """Rollout temperature, applied to both distributions. 0 counts as 1."""
     unroll: Unroll
     """Functions that run this kind of draft over texts."""
     is_trained = True
@@ -190,7 +190,7 @@ class DraftObjective(NamedTuple):
         """
         return self.unroll.hidden_states(network, target, forward, pack, self.depth_count)
 
-    def compare(
+    def compare_depths(
         self,
         network: PyTree,
         target: Decoder,
@@ -239,7 +239,7 @@ class DraftObjective(NamedTuple):
 
 @dataclass(frozen=True)
 class UntrainedDraft:
-    """Objective of a draft that has nothing to learn: no depths."""
+    """Objective without a draft to train: no depths."""
 
     is_trained: ClassVar[bool] = False
     depth_count: ClassVar[int] = 0
@@ -265,7 +265,7 @@ def compute_draft_loss(
 ) -> DraftLoss:
     """Computes the draft's loss on a single pack.
 
-    The learner has many packs, and sums the results of `DraftObjective.compare` instead.
+    The learner has many packs, and sums the results of `DraftObjective.compare_depths` instead.
     """
     target, forward = detach_policy(target, forward)
     depth_count = objective.depth_count
@@ -275,7 +275,7 @@ def compute_draft_loss(
         networks: PyTree, hidden_target: Float[Array, "B C E"], hidden: Float[Array, "B C A D"]
     ) -> DraftComparison:
         network, target = networks
-        return objective.compare(network, target, target.logits(hidden_target), hidden)
+        return objective.compare_depths(network, target, target.logits(hidden_target), hidden)
 
     elements = len(pack.tokens) * target.config.vocab * (1 + depth_count)
     comparison = map_in_chunks(compare_chunk, (network, target), elements, forward.hidden, hidden)

@@ -30,8 +30,8 @@ def assign_places(
 ) -> Int[np.ndarray, " n"]:
     """Assigns groups to the free places of a batch.
 
-    The batch has `capacity` places, of which `filled_count` are taken. Returns the group for each
-    place, or -1.
+    The batch has `capacity` places, of which `filled_count` are taken. Every group must have a free
+    place. Returns the new group for each place, or -1.
     """
     # Mini-batches take turns, so that each has some groups even if the batch is never full.
     interleaved_places = np.arange(capacity).reshape(mini_batches, -1).T.reshape(-1)

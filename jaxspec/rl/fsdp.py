@@ -2,7 +2,7 @@
 
 A weight is gathered when it is used. Its gradient is summed and scattered again. On CPUs these
 collectives are ordered. Experts are not gathered over the axis `expert`: tokens are sent to them
-(`models/moe.py`). Their gradients include the tokens of all members and are summed over `data`
+(`models/moe.py`). Their gradients cover the tokens of all members, and are summed over `data`
 only.
 """
 
@@ -24,7 +24,7 @@ from jaxspec.models.lora import AdaptedDecoder, attach_lora
 from jaxspec.state import PyTree
 
 NetworkPair = tuple[PyTree, PyTree]
-"""The same value of the policy and of the draft."""
+"""Values of policy and draft: networks, their gradients or their specs."""
 
 OUTSIDE = ("embedding", "norm", "head")
 """Names of a decoder's weights outside its layers."""
@@ -32,7 +32,7 @@ OUTSIDE = ("embedding", "norm", "head")
 
 @dataclasses.dataclass(frozen=True)
 class WeightShards:
-    """Weights of policy and draft on one shard.
+    """Shards of the weights of policy and draft, and their collectives.
 
     Methods run inside a `shard_map` that is manual over the row axes.
     """
@@ -45,13 +45,13 @@ class WeightShards:
     """Whether collectives must be ordered by data (see `order.needs_ordering`)."""
 
     def map_specs(self, select: Callable[[NetworkPair], NetworkPair]) -> "WeightShards":
-        """Selects part of the networks, such as a policy's layers."""
+        """Returns the shards of a part of the networks, such as the trained weights."""
         return dataclasses.replace(self, specs=select(self.specs))
 
     # ---- forward: gathering
 
     def gather_layer(self, layer: Layers) -> Layers:
-        """Gathers one of the policy's layers over `data`."""
+        """Gathers one of the policy's layers over the row axes."""
         # Specs are those of the stacked layers, so each has the layer axis as its first.
         stacked = attach_lora(self.specs[0]).layers
         return jax.tree.map(
@@ -59,7 +59,7 @@ class WeightShards:
         )
 
     def gather_outside_layers(self, policy: Decoder | AdaptedDecoder, draft: PyTree) -> NetworkPair:
-        """Gathers all but the policy's layers over `data`."""
+        """Gathers all but the policy's layers over the row axes."""
         # Layers are gathered one by one as they run, so only one is held at a time.
         # Mapping the identity copies the modules, so `setattr` leaves the arguments unchanged.
         policy, policy_specs = (
@@ -80,7 +80,7 @@ class WeightShards:
         return policy, self._gather_network(draft, self.specs[1])
 
     def _gather_network(self, network: PyTree, specs: PyTree) -> PyTree:
-        """Gathers a network's weights over `data`."""
+        """Gathers a network's weights over the row axes."""
         # Embeddings and heads keep the master type, since gradients of many chunks add up in it.
 
         def gather_leaf(path: Any, leaf: Array, spec: P) -> Array:
@@ -145,7 +145,7 @@ class WeightShards:
     def signal_gathering(self, networks: NetworkPair) -> list[ReadySignal]:
         """Signals that weights outside layers are gathered.
 
-        It covers all but the policy's layers. The list is empty if no order is needed.
+        The signals cover all but the policy's layers. The list is empty if no order is needed.
         """
         outside_leaves = [
             (leaf, spec)
@@ -198,10 +198,10 @@ def _path_names(path: Any) -> set[Any]:
 
 
 def _gather_weight(leaf: Array, spec: P, dtype: str, keeps_master_dtype: bool = False) -> Array:
-    """Gathers a weight in the type of products.
+    """Gathers a weight in `dtype`, the type of matrix products.
 
     Its gradient is summed over the shards, scattered, and in the weight's own type. With
-    `keeps_master_dtype` the gathered value has that type too.
+    `keeps_master_dtype` the gathered value has that type too. Integers are returned unchanged.
     """
     is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return (
@@ -241,7 +241,7 @@ _gather_with_vjp.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def _run_collective(collective: Callable[[Array], Array], leaf: Array, spec: P) -> Array:
-    """Runs a collective on a split leaf."""
+    """Runs a collective on a leaf if shards gather it, else returns the leaf."""
     if not _weight_split(spec).mesh_axes:
         return leaf
     if TENSOR not in tuple(spec):
@@ -262,7 +262,8 @@ class _WeightSplit(NamedTuple):
 
 
 def _weight_split(spec: P) -> _WeightSplit:
-    # A spec without `data` includes that of experts: they are split, but never gathered.
+    """Returns the split of a weight that has this spec."""
+    # Small weights of experts are split over `expert` only, and so never gathered.
     for axis, entry in enumerate(spec):
         if DATA in entry_axes(entry):
             return _WeightSplit(axis, entry_axes(entry))
@@ -270,6 +271,6 @@ def _weight_split(spec: P) -> _WeightSplit:
 
 
 def _replicated_axes(spec: P) -> tuple[str, ...]:
-    """Returns row axes that replicate a weight."""
+    """Returns the row axes over which a weight is replicated."""
     split_axes = {axis for entry in spec for axis in entry_axes(entry)}
     return tuple(axis for axis in ROWS if axis not in split_axes)

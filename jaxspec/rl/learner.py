@@ -29,7 +29,7 @@ from jaxspec.rl.batch_sums import BatchCounts, BatchSums
 from jaxspec.rl.draft_objective import DraftComparison, DraftObjective, UntrainedDraft
 from jaxspec.rl.loss_terms import KlPenalty, LogprobGap, zero_gap
 from jaxspec.rl.objective import FrozenPolicy, MicroBatchObjective, PolicyObjective
-from jaxspec.rl.train_batch import PlacedBatch, TrainBatch, read_lengths
+from jaxspec.rl.train_batch import PlacedBatch, TrainBatch, count_tokens_to_read
 from jaxspec.sampling import Processing
 from jaxspec.state import AbsentNetwork, ExportedWeights, LearnerState, NetworkState, PyTree
 from jaxspec.transfer import export_weights
@@ -42,9 +42,9 @@ class UpdateState(NamedTuple):
     draft: NetworkState | AbsentNetwork
     gap: LogprobGap
     """Gap before the first update, of the mini-batches compared so far."""
+    # Collectives that depend on the counter run after the previous update.
     updates: Int[Array, ""]
     """Update counter that depends on every output of the previous update."""
-    # Collectives that depend on it therefore run after the previous update.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Learner:
     def train_layout(self, tree: PyTree) -> PyTree:
         """Returns shardings of networks and optimizer states.
 
-        Weights are split over all mesh axes (ZeRO-3), small ones over `tensor` only.
+        Weights are split over all mesh axes (ZeRO-3), small ones not over `data`.
         """
         return meshes.assign_shardings(self.mesh, tree, meshes.TRAIN_RULES, self.shard_above)
 
@@ -187,7 +187,7 @@ class Learner:
             progress, means = lax.fori_loop(0, update_count, accumulate_update, (progress, means))
         if self.policy_objective.is_trained:
             means |= progress.gap.metrics | self._rate_metrics(state)
-        means |= self._count_metrics(state, placed_batch, progress)
+        means |= self._collect_counts(state, placed_batch, progress)
         means = {name: mean.keep_if(enabled) for name, mean in means.items()}
         version = state.version + enabled.astype(jnp.int32)
         # Work that uses the new version must run after all sums in these metrics.
@@ -229,7 +229,7 @@ class Learner:
         sums, counts = self.passes.compute_sums(policy, draft, self.passes.place_rows(batch))
         return sums.draft, counts.labels_by_depth
 
-    def reference_kl(
+    def sum_reference_kl(
         self, state: LearnerState, batch: TrainBatch, penalty: KlPenalty, enabled: Bool[Array, ""]
     ) -> Float[Array, "B A"]:
         """Sums KL(sampler, reference) over each response.
@@ -297,7 +297,7 @@ class Learner:
         enabled: Bool[Array, ""],
     ) -> tuple[UpdateState, dict[str, Mean]]:
         """Makes one update on a mini-batch."""
-        # An empty mini-batch is skipped, unless the batch is empty, which counts as a skip.
+        # A mini-batch with nothing to read changes nothing. In an empty batch it counts as skipped.
         policy, draft, gap, updates = progress
         micro_batch_count = batch.plan.micro_batch_count
         enabled &= (micro_batch_count[mini_batch] > 0) | (jnp.sum(micro_batch_count) == 0)
@@ -308,7 +308,7 @@ class Learner:
         gap = gap.merge_with(first_gap)
         metrics: dict[str, Mean] = {}
         if self.policy_objective.is_trained:
-            # An update without labels is skipped, as one whose loss is NaN.
+            # An update without labels is skipped like one whose loss is NaN.
             loss = jnp.where(counts.labels > 0, sums.policy_loss, jnp.nan)
             policy, norm = optimizers.apply_update(
                 policy, gradients[0], loss, self.policy_optimizer, enabled
@@ -340,7 +340,7 @@ class Learner:
         size = row_shard_count(self.mesh) * self.micro_tokens * batch.plan.micro_batch_count[index]
         return counts.positions / size.astype(counts.positions.dtype)
 
-    def _count_metrics(
+    def _collect_counts(
         self, state: LearnerState, batch: PlacedBatch, final: UpdateState
     ) -> dict[str, Mean]:
         """Collects the metrics that are counts."""
@@ -354,7 +354,7 @@ class Learner:
                 metrics[f"skipped_in_row/{name}"] = network.skipped_in_row
         if self.policy_objective.is_trained:
             batch = order_batch_after(batch, final.updates) if self.objective.needs_order else batch
-            is_read = read_lengths(batch.loss_mask) > 0
+            is_read = count_tokens_to_read(batch.loss_mask) > 0
             lag = jnp.where(is_read, state.version - batch.version, 0)
             metrics["learner/lag"] = jnp.max(lag)
             metrics["learner/micro_batches"] = self.epochs * jnp.sum(batch.plan.micro_batch_count)
@@ -363,7 +363,7 @@ class Learner:
 
     def _rate_metrics(self, state: LearnerState) -> dict[str, Mean]:
         """Returns the learning rate of the batch's first update."""
-        updates = optimizers.update_count(state.policy.optimizer)
+        updates = optimizers.count_updates(state.policy.optimizer)
         rate = jnp.asarray(self.learning_rate(updates), self.accum_dtype)
         return {"optimizer/learning_rate": Mean.from_value(rate)}
 
@@ -386,7 +386,7 @@ class Learner:
 
     def _pin_layout(self, network: PyTree) -> PyTree:
         """Pins weights to the train layout."""
-        # So that old and new weights are selected in place, before any transfer.
+        # With this, old and new weights are selected in place, before any transfer.
         return jax.tree.map(lax.with_sharding_constraint, network, self.train_layout(network))
 
 

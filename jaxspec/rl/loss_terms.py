@@ -1,7 +1,7 @@
-"""Terms of a policy loss.
+"""Parts of a policy loss.
 
-They are the loss inputs with the logprobs of labels, importance weights, the KL penalty to a
-reference policy, and the gap between recorded and recomputed logprobs.
+They are its inputs, logprobs of labels, importance weights, the KL penalty and the entropy bonus.
+The gap between recorded and recomputed logprobs is a metric only.
 """
 
 from collections.abc import Callable
@@ -129,9 +129,9 @@ def text_sums(values: PerLabel, inputs: LossInputs) -> PerLabel:
 
 # ---- ratios of probabilities
 
+# Float32 overflows beyond exp(88), and infinity times an advantage of 0 is NaN.
 MAX_LOG_RATIO = 20.0
 """Bound on the absolute value of every log ratio. The gradient is 0 beyond it."""
-# Float32 overflows beyond exp(88), and infinity times an advantage of 0 is NaN.
 
 
 def clamp_log_ratio(log_ratio: PerLabel) -> PerLabel:
@@ -277,7 +277,7 @@ class KlPenalty(NamedTuple):
     def estimate_kl(
         self, logprobs: PerLabel, reference: PerLabel, loss_mask: Bool[Array, "B T"]
     ) -> PerLabel:
-        """Estimates the divergence; 0 outside the loss mask."""
+        """Estimates the divergence, which is 0 outside the loss mask."""
         return self.estimator(clamp_log_ratio(jnp.where(loss_mask, reference - logprobs, 0)))
 
 
@@ -300,7 +300,7 @@ class EntropyBonus(NamedTuple):
 class LogprobGap(NamedTuple):
     """Gap between recomputed and recorded logprobs.
 
-    Fields are sums over the loss mask.
+    Fields are sums over the loss mask, except the maximum.
     """
 
     absolute: Float[Array, ""]

@@ -44,7 +44,7 @@ from jaxspec.rl.train_batch import (
     PolicyStates,
     TrainBatch,
     count_response_tokens,
-    read_lengths,
+    count_tokens_to_read,
 )
 from jaxspec.sampling import Processing
 from jaxspec.state import Pack, PyTree
@@ -91,7 +91,7 @@ def count_labels(loss_mask: Bool[Array, "B S"], dtype: np.dtype) -> Float[Array,
 
 
 class LossSums(NamedTuple):
-    """Sums of a policy's loss, and of what it measures."""
+    """Sums of a policy's loss and metrics, and maxima."""
 
     loss: Float[Array, ""]
     metrics: dict[str, Float[Array, ""]]
@@ -185,8 +185,8 @@ class MicroBatchObjective:
     needs_order: bool
     """Whether collectives must be ordered by data, as on several CPU devices."""
 
-    def count_mini_batch(self, batch: TrainBatch, mini_batch: Int[Array, ""]) -> BatchCounts:
-        """Counts a mini-batch over all shards. Runs on each of them."""
+    def compute_counts(self, batch: TrainBatch, mini_batch: Int[Array, ""]) -> BatchCounts:
+        """Computes the counts of a mini-batch over all shards. Runs on each of them."""
         dtype = self.accum_dtype
         is_read = batch.plan.micro_batch[mini_batch] >= 0
         labels = count_labels(batch.loss_mask, dtype)
@@ -194,7 +194,9 @@ class MicroBatchObjective:
         positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
         depth_mask = self.draft.label_mask(mask, positions)
         labels_by_depth = jnp.sum(depth_mask, axis=(0, 1), dtype=dtype)
-        read_count = jnp.sum(jnp.where(is_read, read_lengths(batch.loss_mask), 0), dtype=dtype)
+        read_count = jnp.sum(
+            jnp.where(is_read, count_tokens_to_read(batch.loss_mask), 0), dtype=dtype
+        )
         label_count = jnp.sum(jnp.where(is_read, labels, 0))
         text_count = jnp.sum(is_read & (labels > 0), dtype=dtype)
         return lax.psum(BatchCounts(label_count, text_count, labels_by_depth, read_count), ROWS)
@@ -238,7 +240,7 @@ class MicroBatchObjective:
     ) -> BatchSums:
         """Computes the sums of one micro-batch. The draft runs only if it is `online`.
 
-        `row[i]` is the batch row that position i of the pack came from.
+        `row[0, i]` is the batch row that position i of the pack came from.
         """
         target, accum_dtype = attach_lora(policy), self.accum_dtype
         depth_count = self.draft.depth_count
@@ -268,7 +270,7 @@ class MicroBatchObjective:
                 # The draft's collectives are in a `cond` and must follow the policy's.
                 (logprobs, entropy), hidden = enforce_order((logprobs, entropy), hidden)
             target, logits = detach_policy(target, logits)
-            compare = partial(self.draft.compare, network, target)
+            compare = partial(self.draft.compare_depths, network, target)
             return (logprobs, entropy, lax.cond(online, compare, lambda *_: empty, logits, hidden))
 
         elements = len(pack.tokens) * target.config.vocab * (1 + depth_count)

@@ -18,7 +18,7 @@ MAX_SKIPPED_IN_ROW = 3
 
 
 SOUND, SKIPPED, BROKEN = range(3)
-"""Conditions of a learner: last update applied, last update skipped, state not finite."""
+"""Conditions of a network: last update applied, last update skipped, state not finite."""
 
 
 class Diverged(RuntimeError):
@@ -29,7 +29,7 @@ def require_progress(skipped_in_row: float, name: str, last_update: str, remedy:
     """Ends a training whose updates are no longer finite.
 
     Raises:
-      Diverged: Names the network, the last update and the remedy.
+      Diverged: the last `MAX_SKIPPED_IN_ROW` updates were not finite.
     """
     if skipped_in_row >= MAX_SKIPPED_IN_ROW:
         raise Diverged(
@@ -165,7 +165,6 @@ def with_state_dtype(
 ) -> optax.GradientTransformation:
     """Stores an optimizer's state in a narrower type.
 
-
     Counts and Muon's coefficients keep their type. Updates compute in the type of the weights.
     """
 
@@ -209,7 +208,7 @@ def freeze_weights(
     return optax.partition(optimizers_by_label, param_labels=label_weights)
 
 
-def update_count(state: PyTree) -> Int[Array, ""]:
+def count_updates(state: PyTree) -> Int[Array, ""]:
     """Returns the number of updates made."""
     # AdamW, its schedule and Muon each have a counter, all with the same value.
     return optax.tree.get_all_with_path(state, "count")[0][1]
@@ -317,7 +316,7 @@ def init_state(network: PyTree, optimizer: optax.GradientTransformation) -> Netw
     )
 
 
-def check_condition(state: NetworkState) -> Int[Array, ""]:
+def assess_condition(state: NetworkState) -> Int[Array, ""]:
     """Returns SOUND, SKIPPED or BROKEN.
 
     BROKEN: weights or optimizer state are not finite. SKIPPED: the last update was skipped.

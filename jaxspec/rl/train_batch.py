@@ -42,10 +42,7 @@ NO_STATES = NoStates()
 
 @pytree
 class TrainBatch(Tree):
-    """Rows to learn from.
-
-    It has no prompts, groups or slots.
-    """
+    """Rows to learn from, without prompts, groups and slots."""
 
     tokens: Int[AnyArray, "B S"]
     sampled_logprobs: Float[AnyArray, "B S"]
@@ -79,7 +76,7 @@ class PlacedBatch(TrainBatch):
 
     @classmethod
     def from_placed_rows(cls, batch: TrainBatch) -> "PlacedBatch":
-        """Adds constants by which the policy of a pass is also the old policy."""
+        """Adds defaults, with which the policy of a pass is also the old policy."""
         rows = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
         zeros, all_rows = jnp.zeros_like(batch.sampled_logprobs), jnp.ones_like(batch.version, bool)
         return cls(
@@ -96,7 +93,7 @@ def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
     return rollout.origin >= UNDRAFTED
 
 
-def read_lengths(loss_mask: Any) -> Any:
+def count_tokens_to_read(loss_mask: Any) -> Any:
     """Counts the tokens of each row to read.
 
     Returns [B] for a loss mask [B S]. The counted tokens are the tokens before the row's last
@@ -212,7 +209,7 @@ def build_text_batch(
         "loss_mask": loss_mask,
         "advantages": row_zeros.astype(np.float32),
         "version": row_zeros,
-        "plan": plan_packing(read_lengths(loss_mask), shards, micro_tokens, row_zeros),
+        "plan": plan_packing(count_tokens_to_read(loss_mask), shards, micro_tokens, row_zeros),
         "states": states,
     }
     batch = TrainBatch(**fields)
@@ -294,11 +291,12 @@ def _take_rows(places: Int[Array, " n"], tree: PyTree) -> PyTree:
 def filler_token(batch: TrainBatch) -> Int[Array, ""]:
     """Returns the token for positions without a text.
 
-    Runs inside a `shard_map`. It is the first token of some row that is read.
+    The token is the first one of a row that is read, or 0 without such rows. Runs inside a
+    `shard_map`.
     """
     # An arbitrary token might make activations overflow. The mask would not help in the backward
     # pass, since zero cotangents times NaN are NaN.
-    is_read = read_lengths(batch.loss_mask) > 0
+    is_read = count_tokens_to_read(batch.loss_mask) > 0
     return lax.pmax(
         jnp.max(
             jnp.where(is_read & jnp.any(batch.plan.micro_batch >= 0, axis=0), batch.tokens[:, 0], 0)
@@ -334,7 +332,7 @@ def gather_pack(
     text_start = lax.cummax(jnp.where(row_at_start >= 0, indices, 0))
     row = jnp.maximum(row_at_start[text_start], 0)
     is_text = (row_at_start[text_start] >= 0) & (
-        indices - text_start < read_lengths(batch.loss_mask)[row]
+        indices - text_start < count_tokens_to_read(batch.loss_mask)[row]
     )
     # A position without a text is a text of its own, so attention never leaves it.
     text_start = jnp.where(is_text, text_start, indices)

@@ -1,7 +1,7 @@
 """Prefill of known text: prompts, and the texts of evicted rows.
 
-Text is read in pieces. One pass of the target reads the next pieces of all texts, however many rows
-they belong to. It writes keys and values directly to their final place (chunked prefill, Agrawal et
+Text is read in pieces. One pass of the target reads a fixed number of pieces, of one text or
+several. It writes keys and values directly to their final place (chunked prefill, Agrawal et
 al., arXiv 2308.16369). An evicted row starts from its prompt and reads its own tokens again
 (preemption by recompute, Kwon et al., arXiv 2309.06180).
 """
@@ -23,12 +23,12 @@ from jaxspec.state import Drafter, PyTree
 
 
 class Texts(NamedTuple):
-    """H texts that are partly unread."""
+    """H texts, and the positions of each that are still to be read."""
 
     tokens: Int[Array, "R S"]
     """Tokens of all rows."""
     rows: Int[Array, " H"]
-    """Row of each text."""
+    """Row of each text, R for an empty slot."""
     lengths: Int[Array, " H"]
     """Tokens of each text."""
     # The next round reads the last token.

@@ -40,7 +40,7 @@ class BlockCommit(NamedTuple):
     stop_state: Int[Array, " R"]
     """Stop-string state of each row."""
     tokens: Int[Array, "B K1"]
-    """Block of each slot: accepted drafts, then the next token."""
+    """Accepted drafts of each slot, then its next token, repeated to the end of the block."""
     token_counts: Int[Array, " B"]
     """Number of tokens of the block that each slot keeps."""
 
@@ -61,10 +61,10 @@ def commit_block(
     comparison: BlockComparison,
     settings: Settings,
 ) -> BlockCommit:
-    """Cuts each block at its first end, and writes it.
+    """Cuts each block at its first end, and writes the tokens before the cut.
 
-    A block ends at an end token, a stop string, the length limit or a failure. Slots whose rows
-    have ended keep nothing.
+    A block ends at an end token, a stop string, the length limit or a failure. Slots without a
+    running row keep nothing.
     """
     rollout, rows, running = state.rollout, rows_of_slots(state), active_slots(state)
     lengths = gather_rows(rollout.lengths, rows)
@@ -93,7 +93,7 @@ def commit_block(
         status=add_to_rows(rollout.status, rows, jnp.where(running, cut.status - RUNNING, 0)),
     )
     return BlockCommit(
-        rollout, stops.update_state(state, cut.token_counts), block, cut.token_counts
+        rollout, stops.update_stop_state(state, cut.token_counts), block, cut.token_counts
     )
 
 
@@ -102,8 +102,8 @@ class _NothingToFind(NamedTuple):
 
     is_stop: Bool[Array, ""]
 
-    def update_state(self, state: DecodeState, count: Int[Array, " B"]) -> Int[Array, " R"]:
-        """Returns the unchanged state of each row."""
+    def update_stop_state(self, state: DecodeState, count: Int[Array, " B"]) -> Int[Array, " R"]:
+        """Returns the stop-string state of each row, unchanged."""
         return state.stop_state
 
 
@@ -115,8 +115,8 @@ class _FoundStopStrings(NamedTuple):
     offset_states: Int[Array, "B K2"]
     """Automaton states before the first token and after each."""
 
-    def update_state(self, state: DecodeState, count: Int[Array, " B"]) -> Int[Array, " R"]:
-        """Returns the state of each row after `count` tokens."""
+    def update_stop_state(self, state: DecodeState, count: Int[Array, " B"]) -> Int[Array, " R"]:
+        """Returns the stop-string state of each row after `count` tokens."""
         state_after = jnp.take_along_axis(self.offset_states, count[:, None], axis=1)[:, 0]
         # A difference, because `add_to_rows` adds.
         change = state_after - self.offset_states[:, 0]
@@ -161,8 +161,8 @@ def _cut_block(
     room = prompt_lengths + settings.max_new_tokens - lengths
     count = jnp.where(active_slots(state), jnp.minimum(count_to_end, room), 0)
     has_failed = finite_count <= accepted
-    # An end token at the length limit counts as EOS.
     status = jnp.where(count == room, LENGTH, jnp.where(has_failed, FAILED, RUNNING))
+    # An end at the length limit counts as EOS.
     has_end = jnp.any(is_end & (offsets < count[:, None]), axis=1)
     return _Cut(count, jnp.where(has_end, EOS, status))
 

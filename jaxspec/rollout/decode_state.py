@@ -1,7 +1,6 @@
 """Loop state of generation.
 
-All fields are always present, so that the state has one shape. XLA removes those that a program
-never changes.
+All fields are always present. XLA removes from a program those that it never changes.
 """
 
 from collections.abc import Callable
@@ -19,14 +18,14 @@ from jaxspec.state import RUNNING, AcceptanceEstimate, PyTree, Rollout, Tree, py
 
 @pytree
 class Caches(Tree):
-    """Key-value caches of target and draft, by slot."""
+    """Key-value caches of target and draft."""
 
     target: KVCache
     draft: KVCache | None
     """None if the draft has no cache."""
 
     def map(self, function: Callable[..., KVCache], *other_caches: "Caches") -> "Caches":
-        """Applies a function to each cache."""
+        """Applies a function to each cache, and to its counterparts in `other_caches`."""
         # A missing cache is an empty tree.
         return jax.tree.map(
             function, self, *other_caches, is_leaf=lambda node: isinstance(node, KVCache)
@@ -57,7 +56,7 @@ class PromptState(Tree):
     first_row: Int[Array, " n"]
     """First row of each prompt's group."""
     caches: Caches
-    """Caches of the prompts. Also empty if their keys and values are in pages."""
+    """Caches of the prompts, empty if their keys and values are in pages."""
     draft: PyTree
     """Draft state after each prompt."""
 
@@ -78,7 +77,7 @@ class Queue(Tree):
 class DecodeState(Tree):
     """Loop state of R rows in B slots.
 
-    It is local to a `data` shard.
+    Each shard of rows has its own.
     """
 
     rollout: Rollout
@@ -134,8 +133,8 @@ def rows_may_wait(state: DecodeState) -> bool:
 def pages_may_run_out(state: DecodeState, max_new_tokens: int) -> bool:
     """Returns whether a row may be evicted. Known at trace time.
 
-    This is so if there are fewer pages than all slots and prompts can need. `state` must have all
-    its slots, not those of a tail loop.
+    Rows may be evicted if there are fewer pages than all slots and prompts can need. `state` must
+    have all its slots, not those of a tail loop.
     """
     pages, slots = state.pages, slot_count(state)
     owner_count, pages_per_row = pages.table.shape

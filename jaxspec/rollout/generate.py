@@ -62,11 +62,11 @@ def advance(
 
     # Prompts are read before slots copy their pages. A row that is admitted with unread text stops
     # the rounds at once, and the next iteration reads it.
-    def fill_and_run(state: DecodeState) -> DecodeState:
+    def fill_slots_and_run(state: DecodeState) -> DecodeState:
         return run_loops(loops, loops.fill_slots(read_texts(state) if may_evict else state), tail)
 
     return loops.repeat(
-        lambda state: has_unfinished_rows(state, 0, round_limit), fill_and_run, state
+        lambda state: has_unfinished_rows(state, 0, round_limit), fill_slots_and_run, state
     )
 
 
@@ -121,7 +121,7 @@ def generate_sharded(
             advance(target, drafter, draft, state, no_limit, settings, is_prefilled=False)
         )
 
-    inputs, prompt_numbers = _begin_inputs(mesh, (target, drafter), prompts)
+    inputs, prompt_numbers = _prepare_inputs(mesh, (target, drafter), prompts)
     return shard_map_rows(mesh, run_shard, inputs, P(ROWS))(
         target, drafter, prompts, prompt_numbers, key
     )
@@ -147,7 +147,7 @@ def begin_sharded(
     ) -> DecodeState:
         return begin(target, drafter, draft, prompts, prompt_numbers[0], key, settings)
 
-    inputs, prompt_numbers = _begin_inputs(mesh, (target, drafter), prompts)
+    inputs, prompt_numbers = _prepare_inputs(mesh, (target, drafter), prompts)
     shard_count = row_shard_count(mesh)
 
     def shard_shape(leaf: Array) -> Any:
@@ -157,7 +157,7 @@ def begin_sharded(
             else leaf
         )
 
-    # Only caches know whether their layers are stacked.
+    # The specs depend on a shard's caches, since only these know whether their layers are stacked.
     state = jax.eval_shape(
         run_shard, target, drafter, *jax.tree.map(shard_shape, (prompts, prompt_numbers)), key
     )
@@ -188,7 +188,8 @@ def advance_sharded(
     )
 
 
-def _begin_inputs(mesh: Mesh, networks: PyTree, prompts: Prompts) -> tuple[Any, Array]:
+def _prepare_inputs(mesh: Mesh, networks: PyTree, prompts: Prompts) -> tuple[Any, Array]:
+    """Returns the partition specs of a call's inputs, and the number of each prompt."""
     prompt_specs = jax.tree.map(lambda leaf: P(ROWS) if leaf.ndim else P(), prompts)
     # Prompt numbers are sharded like prompts, so that each shard knows its first one. Noise keys
     # of rows depend on it, so that tokens do not depend on the mesh.

@@ -77,7 +77,7 @@ class Generator:
     draft: Draft
     """`PLAIN` for plain decoding."""
     mode: VerificationMode
-    """Mode that is asked for, whatever the draft."""
+    """Mode of the config. `settings.mode` is its form for the draft."""
     dtype: str
     """Type of weights, keys and values."""
     seed: int
@@ -86,7 +86,7 @@ class Generator:
     past_answers: int
     """Number of earlier answers that come with each prompt."""
     slots: int
-    """Maximum number of rows that a data shard generates at once."""
+    """Maximum number of rows that a shard of rows generates at once."""
     uses_tail: bool
     """Whether the last rows move to smaller loops."""
     make_layouts: Callable[[Mesh, int, int], tuple[WeightLayout, WeightLayout]]
@@ -115,7 +115,7 @@ class Generator:
           prompts: number of prompts per call. 0 keeps slots and tail as they are.
           group_size: answers per prompt. 0 keeps the current number.
           draft: None keeps the current draft.
-          mode: mode that is asked for. None keeps the current mode.
+          mode: mode of the config. None keeps the current mode.
           **settings: other fields of `Settings` to replace.
 
         Raises:
@@ -236,7 +236,7 @@ class Generator:
     def load(self, exported: ExportedWeights, state: GeneratorState) -> RolloutWeights:
         """Reshards exported weights, and lays them out for generation.
 
-        The weights must be on this generator's mesh.
+        Also chooses the draft's temperatures. The weights must be on this generator's mesh.
         """
         networks = to_rollout_layout((exported.policy, exported.draft), self.mesh)
         version = exported.version
@@ -376,7 +376,7 @@ class Generator:
 
 
 def to_rollout_layout(weights: Any, mesh: Mesh) -> Any:
-    """Constrains every weight to the rollout layout.
+    """Pads the vocabulary, and constrains every weight to the rollout layout.
 
     Inside a jit this is one all-gather for each sharded weight.
     """

@@ -1,7 +1,7 @@
 """Loops of rounds.
 
-There is a loop over all slots, and smaller loops for the last rows (the tail). Each has one inner
-loop per draft length.
+There is a loop over all slots, and smaller loops for the last rows (the tail). If rounds choose
+their draft length, each loop has one inner loop per length.
 """
 
 from collections.abc import Callable
@@ -42,12 +42,17 @@ class Loops(NamedTuple):
     fill_slots: Callable[[DecodeState], DecodeState]
     """Gives slots and pages to rows."""
     should_continue: Callable[[DecodeState, int], Bool[Array, ""]]
-    """(state, row threshold) -> whether to run another round, of more rows than the threshold.
+    """(state, row threshold) -> whether to run another round.
+
+    More rows than the threshold must be unfinished.
 
     With pages, rounds also stop for `fill_slots` and to read text.
     """
     repeat: Callable[[Condition, Body, DecodeState], DecodeState]
-    """(condition, body, state) -> state after all runs of a body that rounds may stop."""
+    """(condition, body, state) -> state after running the body while the condition holds.
+
+    Contiguous caches need a single run, since nothing stops their rounds early.
+    """
     group_size: int
 
 
@@ -78,14 +83,14 @@ def build_loops(
         )
 
     @jax.named_scope("refill")
-    def extend_slots(state: DecodeState) -> DecodeState:
-        return slots.retire_and_extend(state, *refill_arguments)
+    def retire_and_reserve(state: DecodeState) -> DecodeState:
+        return slots.retire_rows_and_reserve_pages(state, *refill_arguments)
 
     # With pages, slots are filled between loops of rounds, so that the body of a round is compiled
-    # without the loops of `refill_slots`. Contiguous caches are filled in each round, since a pause
-    # would make the tail copy them.
+    # without the loops of `refill_slots`. Slots with contiguous caches are filled in each round,
+    # since a pause would make the tail copy the caches.
     is_paged = settings.page_size > 0
-    after_round = extend_slots if is_paged else fill_slots
+    after_round = retire_and_reserve if is_paged else fill_slots
 
     run_rounds = _build_rounds(target, drafter, draft, settings, after_round)
 
@@ -97,9 +102,9 @@ def build_loops(
 
     if is_paged:
         return Loops(
-            run_rounds, fill_slots, has_rows_without_pause, _repeat_while, settings.group_size
+            run_rounds, fill_slots, has_rows_without_pause, _repeat_body, settings.group_size
         )
-    return Loops(run_rounds, fill_slots, has_rows, _run_once, settings.group_size)
+    return Loops(run_rounds, fill_slots, has_rows, _run_body_once, settings.group_size)
 
 
 def _build_rounds(
@@ -133,13 +138,13 @@ def _build_rounds(
 
 
 @jax.named_scope("of_loops")
-def _repeat_while(condition: Condition, body: Body, state: DecodeState) -> DecodeState:
+def _repeat_body(condition: Condition, body: Body, state: DecodeState) -> DecodeState:
     """Runs a body while the condition holds."""
     return lax.while_loop(condition, body, state)
 
 
-def _run_once(condition: Condition, body: Body, state: DecodeState) -> DecodeState:
-    """Runs a body that nothing stops before its end."""
+def _run_body_once(condition: Condition, body: Body, state: DecodeState) -> DecodeState:
+    """Runs the body once, since nothing stops it before its end."""
     return body(state)
 
 
@@ -183,8 +188,6 @@ def _run_chosen_lengths(
 ) -> DecodeState:
     """Runs rounds, and chooses the draft length before each."""
 
-    # A loop over the lengths, each with an inner loop of its rounds. A `switch` over lengths would
-    # copy the caches.
     def add_choice(state: DecodeState) -> tuple[DecodeState, length_chooser.LengthChoice]:
         return state, choose_length(state)
 
@@ -195,6 +198,7 @@ def _run_chosen_lengths(
         acceptance = state.acceptance.replace(seconds_to_lose=choice.seconds_to_lose[None])
         return add_choice(run_one_round(state.replace(acceptance=acceptance), length))
 
+    # Each length has an inner loop of its rounds. A `switch` over lengths would copy the caches.
     def run_each_length(
         loop_state: tuple[DecodeState, length_chooser.LengthChoice],
     ) -> tuple[DecodeState, length_chooser.LengthChoice]:

@@ -133,7 +133,7 @@ MIN_ROWS = 4
 
 
 def pool_size_for_rows(row_count: int, *shape: int) -> int:
-    """Returns the pages that `row_count` rows of maximum length need at once.
+    """Returns the pages that all prompts and `row_count` rows of maximum length need.
 
     `shape` is that of `min_pool_size`.
     """

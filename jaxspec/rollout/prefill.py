@@ -33,9 +33,9 @@ from jaxspec.state import (
 )
 
 PASS_TOKENS = 2**14
-"""Maximum tokens of a pass over whole prompts."""
-# With 128 positions each, their products keep an accelerator busy. Their attention scores are few
-# enough to exist all at once, without a loop in each layer.
+"""Maximum tokens of a pass over whole prompts, unless a single prompt has more."""
+# With 128 positions each, their matrix products keep an accelerator busy. Their attention scores
+# are few enough to exist all at once, without a loop in each layer.
 PIECES = 32
 """Pieces of a pass, if text is read in pieces."""
 
@@ -48,7 +48,7 @@ def choose_pass_size(
     The text is all prompts, or an evicted row of up to `max_length` tokens.
     """
     piece_length = settings.piece or prompt_length
-    # Pieces of one row each attend to all of its text, so a pass reads few of them.
+    # Each piece of a row attends to all of the row's text, so a pass reads few of them.
     max_pieces = max(
         prompt_count * -(-prompt_length // piece_length),
         min(PIECES, -(-max_length // piece_length)),
@@ -68,7 +68,7 @@ def prepare_state(
 ) -> DecodeState:
     """Builds the state before the first round.
 
-    Prompts of contiguous caches are read. Those of paged caches are left to `append_texts`.
+    Prompts of contiguous caches are read. Those of paged caches are left to `append_unread_texts`.
 
     Args:
       target: the policy in the rollout layout.

@@ -41,13 +41,13 @@ from jaxspec.state import RUNNING, AcceptanceEstimate, Drafter, PyTree, Statisti
 class _MeasuredSlots(NamedTuple):
     """Slots in which draft temperatures are compared.
 
-    They have the first row of each group.
+    Only those with the first row of a group count.
     """
 
     slots: slice | Int[Array, " m"]
     # Counts of a group number beyond the last group are dropped.
     groups: slice | Int[Array, " m"]
-    """Group of each of these slots, or the number of groups if it has another row."""
+    """Group of each slot, or the number of groups if its row is not the first of a group."""
 
 
 class _RoundStart(NamedTuple):
@@ -102,7 +102,7 @@ def run_round(
 ) -> DecodeState:
     """Runs a round: drafts `length` tokens, verifies them, and commits.
 
-    Slots without a running row do not change.
+    Rows that have ended do not change.
     """
     round_start = _read_round_start(state, settings.group_size)
     noise = settings.mode.draw_noise(
@@ -255,7 +255,7 @@ def _count_round(
 def _temperature_factors(
     drafter: Drafter, settings: Settings, length: int
 ) -> Float[Array, " K"] | float:
-    """Returns the temperature factor at each of `length` depths."""
+    """Returns the temperature factor at each of `length` depths, or one factor for all."""
     return (
         settings.grid[0]
         if len(settings.grid) == 1

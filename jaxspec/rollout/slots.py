@@ -1,8 +1,8 @@
 """Assignment of rows to slots.
 
 Rows wait in a FIFO queue and take the slots of rows that have ended. If pages run out, the youngest
-row is evicted. The last rows move to fewer slots. Slots hold row numbers only: texts, logprobs and
-statistics stay in the rollout.
+row is evicted. The last rows move to fewer slots. A slot has a row's number, caches and draft
+state. Texts, logprobs and statistics stay in the rollout.
 """
 
 import jax
@@ -35,10 +35,11 @@ from jaxspec.state import RUNNING
 def refill_slots(
     state: DecodeState, group_size: int, block_length: int, may_evict: bool
 ) -> DecodeState:
-    """Retires ended rows, then admits waiting rows while pages last.
+    """Retires ended rows, then admits waiting rows while slots and pages last.
 
     In between, running rows get the pages that the next round of `block_length` positions writes
-    to. `may_evict` says whether pages can run out.
+    to. For these, the youngest rows are evicted. `may_evict` says whether pages can run out. If no
+    row can ever wait, nothing changes.
     """
     if not rows_may_wait(state):
         return state
@@ -51,7 +52,7 @@ def refill_slots(
     )
 
 
-def retire_and_extend(
+def retire_rows_and_reserve_pages(
     state: DecodeState, group_size: int, block_length: int, may_evict: bool
 ) -> DecodeState:
     """Retires ended rows, and gives running rows pages for the next round.
@@ -98,7 +99,7 @@ def _retire_rows(state: DecodeState, group_size: int) -> DecodeState:
 
 
 def _next_row(state: DecodeState) -> Int[Array, ""]:
-    """Returns the next row to admit."""
+    """Returns the next row to admit, or any row if none waits."""
     queue = state.queue
     # `argmax` gives the first row that waits.
     return queue.admission_order[jnp.argmax(queue.waiting[queue.admission_order])]
@@ -251,7 +252,8 @@ def gather_slots(
 ) -> tuple[DecodeState, Int[Array, " b"]]:
     """Gathers running rows into a state of `count` slots.
 
-    Also returns the slots that they had. Only page tables move, not pages.
+    Also returns the slots that they had. Contiguous caches are copied. Of paged caches only the
+    page tables move.
     """
     # The smaller state has no table of the slots left out, so these must own no page.
     state = _retire_rows(state, group_size)

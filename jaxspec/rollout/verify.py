@@ -127,7 +127,7 @@ def block_rule(
         jnp.concatenate([inner_chances, weights[:, -1:]], axis=1),
     )
     accepts = (coins < chance) & (depths <= draft_counts[:, None])
-    # Not the leading ones: a draft that fails is kept if a later one passes.
+    # Leading passes do not decide: a draft that fails is kept if a later one passes.
     accepted = jnp.max(jnp.where(accepts, depths, 0), axis=1, initial=0)
     log_weight = jnp.take_along_axis(log_weights, accepted[:, None], axis=1)[:, 0]
     return Verdict(

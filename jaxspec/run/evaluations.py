@@ -19,7 +19,11 @@ from jaxspec.evaluation.evaluator import (
     estimates_to_metrics,
     has_evaluation,
 )
-from jaxspec.evaluation.program import compile_evaluator, differing_settings, samples_per_problem
+from jaxspec.evaluation.program import (
+    compile_evaluator,
+    list_differing_settings,
+    samples_per_problem,
+)
 from jaxspec.evaluation.records import RecordFile
 from jaxspec.host.job import Job
 from jaxspec.host.prompts import PromptSource
@@ -207,7 +211,7 @@ def open_evaluations(
     def bind_step(state: TrainState) -> StateAnswerer:
         return StepAnswerer(schedule, scorer, state)
 
-    other_settings = differing_settings(job.config)
+    other_settings = list_differing_settings(job.config)
     if other_settings:
         job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
         evaluator, program = compile_evaluator(

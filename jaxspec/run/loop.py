@@ -24,7 +24,7 @@ from jaxspec.rl.optimizers import (
     SKIPPED,
     SOUND,
     Diverged,
-    check_condition,
+    assess_condition,
     require_progress,
 )
 from jaxspec.run.dynamic_batch import BatchFiller
@@ -309,4 +309,4 @@ class Loop:
 def _network_conditions(state: TrainState) -> Int[Array, " n"]:
     """Returns the condition of the policy and, if it has weights, of the draft."""
     states = state.learner.policy, state.learner.draft
-    return jnp.stack([check_condition(item) for item in states if isinstance(item, NetworkState)])
+    return jnp.stack([assess_condition(item) for item in states if isinstance(item, NetworkState)])

@@ -26,7 +26,11 @@ from jaxspec.config.settings import (
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import make_scorers
 from jaxspec.evaluation.evaluator import Evaluator, estimates_to_metrics
-from jaxspec.evaluation.program import build_evaluation_step, differing_settings, evaluation_config
+from jaxspec.evaluation.program import (
+    build_evaluation_step,
+    evaluation_config,
+    list_differing_settings,
+)
 from jaxspec.evaluation.records import RecordFile, compare_evaluations
 from jaxspec.evaluation.tables import build_results_table
 from jaxspec.host.job import Job, make_job
@@ -198,9 +202,11 @@ def test_a_stop_comes_between_calls(evaluator: Evaluator, policy: Policy) -> Non
 def test_what_is_left_is_what_has_no_record(evaluator: Evaluator, policy: Policy) -> None:
     records = evaluator(policy, never)
     assert records is not None
-    assert evaluator.remaining_chunks(records) == []
-    assert [part.set_name for part in evaluator.remaining_chunks(records[:6])] == ["differences"]
-    assert [part.set_name for part in evaluator.remaining_chunks(records[1:])] == ["sums"]
+    assert evaluator.list_remaining_chunks(records) == []
+    assert [part.set_name for part in evaluator.list_remaining_chunks(records[:6])] == [
+        "differences"
+    ]
+    assert [part.set_name for part in evaluator.list_remaining_chunks(records[1:])] == ["sums"]
 
 
 def test_the_best_checkpoint_is_known_by_its_metric(
@@ -252,7 +258,7 @@ def test_a_resumed_run_keeps_the_records_that_it_will_not_make_again(
 
 
 def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> None:
-    assert differing_settings(CONFIG) == []
+    assert list_differing_settings(CONFIG) == []
     cases: list[tuple[dict[str, Any], str]] = [
         ({"samples": 3}, "eval.samples 3, no multiple of batch.group_size 2"),
         ({"temperature": 0.0}, "eval.temperature 0.0"),
@@ -264,14 +270,14 @@ def test_evaluations_with_settings_of_their_own_have_a_config_of_their_own() -> 
     ]
     for settings, told in cases:
         config = dataclasses.replace(CONFIG, eval=EvalConfig(**settings))
-        assert differing_settings(config) == [told]
+        assert list_differing_settings(config) == [told]
     made = evaluation_config(
         dataclasses.replace(CONFIG, eval=EvalConfig(samples=5, top_p=0.9)), shards=4
     )
     assert (made.batch.prompts, made.batch.group_size) == (4, 5)  # at least a prompt a shard
     assert (made.rollout.top_p, made.rollout.temperature) == (0.9, 1.0)
     nothing = EvalConfig(top_k=0, min_new_tokens=0, stop=())
-    assert differing_settings(dataclasses.replace(CONFIG, eval=nothing)) == []
+    assert list_differing_settings(dataclasses.replace(CONFIG, eval=nothing)) == []
     alone = evaluation_config(dataclasses.replace(CONFIG, eval=EvalConfig(samples=1)), shards=4)
     assert (alone.batch.prompts, alone.batch.group_size) == (16, 1)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafts.mtp.files import find_mtp_layers, mtp_arrays
+from jaxspec.drafts.mtp.files import assemble_mtp_arrays, find_mtp_layers
 from jaxspec.hf.draft_tensors import replace_leaves
 from jaxspec.hf.eagle3_config import parse_head_config
 from jaxspec.hf.eagle3_json import HeadFormat, head_config_json
@@ -336,13 +336,13 @@ def test_mtp_layers_come_back_and_copies_must_be_the_policys(embedding_first: bo
         "model.layers.37.shared_head.head.weight": lent()["head"].T,
     }
     found = replace_leaves(
-        made, mtp_arrays(made.config, embedding_first, {**tensors, **copies}, lent(), 36)
+        made, assemble_mtp_arrays(made.config, embedding_first, {**tensors, **copies}, lent(), 36)
     )
     for path, array in numpy_weights(made).items():
         np.testing.assert_array_equal(numpy_weights(found)[path], array)
     copies = {name: array + 1 for name, array in copies.items()}
     with pytest.raises(ConfigError, match=r"embed_tokens.weight is not the policy's own"):
-        mtp_arrays(made.config, embedding_first, {**tensors, **copies}, lent(), 36)
+        assemble_mtp_arrays(made.config, embedding_first, {**tensors, **copies}, lent(), 36)
 
 
 @pytest.mark.parametrize(

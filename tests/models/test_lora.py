@@ -23,7 +23,7 @@ from jaxspec.models.lora import (
     TARGETS,
     AdaptedDecoder,
     attach_lora,
-    change_retention,
+    measure_retention,
     merge_lora,
     round_stochastically,
 )
@@ -100,7 +100,7 @@ def test_a_young_adapter_of_a_bfloat16_model_reaches_generation_whole() -> None:
     with jax.numpy_dtype_promotion("standard"):
         nearest = cast_floats(merge_lora(network), jnp.dtype(jnp.bfloat16))
         versions = [merge_lora(network, jax.random.key(seed)) for seed in range(8)]
-    share = float(change_retention(network, jnp.dtype(jnp.bfloat16)))
+    share = float(measure_retention(network, jnp.dtype(jnp.bfloat16)))
     assert share == pytest.approx(kept(network, nearest), abs=1e-3)
     assert share < 0.5
     shares = [kept(network, version) for version in versions]

@@ -54,7 +54,7 @@ MUTANTS = [
         "answers are weighed by their positions instead of their labels",
         "rl/objective.py",
         "label_counts = count_labels(batch.loss_mask, accum_dtype)[row]",
-        "label_counts = read_lengths(batch.loss_mask).astype(accum_dtype)[row]",
+        "label_counts = count_tokens_to_read(batch.loss_mask).astype(accum_dtype)[row]",
         f"{MICRO}::test_the_loss_of_a_mini_batch_is_that_written_out",
     ),
     Mutant(

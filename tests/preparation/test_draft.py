@@ -34,7 +34,7 @@ from jaxspec.preparation.draft_training import (
     train_draft,
 )
 from jaxspec.rl.objective import FrozenPolicy
-from jaxspec.rl.train_batch import NO_STATES, NoStates, PolicyStates, read_lengths
+from jaxspec.rl.train_batch import NO_STATES, NoStates, PolicyStates, count_tokens_to_read
 from jaxspec.state import PyTree
 from jaxspec.storage.cache import save_tree
 from tests.conftest import small_mesh, tiny_network
@@ -136,7 +136,7 @@ class TestStates:
         seen = Seen()
         states = states_of(job, policy, rows, seen)
         assert seen.steps[-1] == len(states.hidden) == 13
-        for row, length in enumerate(read_lengths(rows.mask)):
+        for row, length in enumerate(count_tokens_to_read(rows.mask)):
             _, hidden, boundaries = numpy_decoder(policy, rows.tokens[row, :length])
             found = states.hidden[row, :length]
             np.testing.assert_allclose(found, hidden, rtol=1e-4, atol=1e-5)

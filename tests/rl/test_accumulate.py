@@ -16,7 +16,7 @@ from jaxspec.mesh import shard_map_rows
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.moe import Traffic
 from jaxspec.rl.loss_terms import LogprobGap
-from jaxspec.rl.train_batch import PlacedBatch, TrainBatch, read_lengths
+from jaxspec.rl.train_batch import PlacedBatch, TrainBatch, count_tokens_to_read
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
 from tests.twins import numpy_decoder
@@ -59,7 +59,7 @@ def batch_of(step: Step) -> PlacedBatch:
         "advantages": random.normal(size=ROWS),
         "version": np.zeros(ROWS, np.int32),
     }
-    plan = step.plan_batch(np.asarray(read_lengths(chosen), np.int32))
+    plan = step.plan_batch(np.asarray(count_tokens_to_read(chosen), np.int32))
     batch = TrainBatch(**jax.tree.map(jnp.asarray, parts), plan=jax.tree.map(jnp.asarray, plan))
     return step.learner.passes.place_rows(batch)
 
@@ -89,7 +89,7 @@ def test_counts_are_of_the_mini_batch(mini: int) -> None:
     batch = batch_of(step)
 
     def on_a_shard(batch: TrainBatch) -> Any:
-        return step.learner.objective.count_mini_batch(batch, jnp.int32(mini))
+        return step.learner.objective.compute_counts(batch, jnp.int32(mini))
 
     counts = jax.jit(shard_map_rows(step.learner.mesh, on_a_shard, (P(),), P()))(batch)
     here = in_mini_batch(batch, mini)

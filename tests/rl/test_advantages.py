@@ -38,7 +38,7 @@ SCALES = (
 
 @functools.partial(jax.jit, static_argnames="estimator")
 def compiled(estimator: AdvantageEstimator, rewards: Any, valid: Any, lengths: Any) -> jax.Array:
-    return estimator.weigh_rows(rewards, valid, lengths)
+    return estimator.compute_row_advantages(rewards, valid, lengths)
 
 
 def found(

@@ -84,10 +84,10 @@ def slope_in_reward(penalty: KlPenalty) -> jax.Array:
     if penalty.reward_to_go:
         to_go = jnp.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
         sampled = jnp.ones(here.shape, bool)
-        gains = plain.weigh_tokens(rewards, valid, sampled, penalty.beta * to_go)
+        gains = plain.compute_token_advantages(rewards, valid, sampled, penalty.beta * to_go)
     else:
         rewards = rewards - penalty.beta * jnp.sum(kl, axis=1)
-        gains = plain.weigh_rows(rewards, valid, lengths)[:, None]
+        gains = plain.compute_row_advantages(rewards, valid, lengths)[:, None]
 
     def loss(logits: Any) -> jax.Array:
         found = policy_gradient_loss(inputs_of(logits, POLICY, gains), reinforce_surrogate)
@@ -154,7 +154,7 @@ def test_rewards_to_go_are_whitened_over_tokens() -> None:
     to_go = np.stack([[(BETA * kl * mask)[row, at:].sum() for at in range(5)] for row in range(3)])
     gains = (rewards[:, None] - to_go)[mask]
     wanted = (gains - gains.mean()) / gains.std()
-    found = AdvantageEstimator(1, keep_rewards, whiten_over_tokens).weigh_tokens(
+    found = AdvantageEstimator(1, keep_rewards, whiten_over_tokens).compute_token_advantages(
         jnp.asarray([1.0, 0.0, np.nan]),
         jnp.asarray(valid),
         jnp.asarray(mask),

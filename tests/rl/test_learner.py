@@ -96,8 +96,7 @@ def test_no_array_of_the_learner_has_all_rows(data: int, tensor: int) -> None:
 
 
 def collectives(text: str, tensor: int) -> Counter[str]:
-    """Collectives over `data`, by kind and shape; those between `tensor` peers alone are left
-    out."""
+    """Collectives over `data`, by kind and shape, without those between `tensor` peers alone."""
     found: Counter[str] = Counter()
     for line in text.splitlines():
         said = re.search(

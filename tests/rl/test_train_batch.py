@@ -17,11 +17,11 @@ from jaxspec.rl.train_batch import (
     TrainBatch,
     build_text_batch,
     count_response_tokens,
+    count_tokens_to_read,
     filler_token,
     gather_pack,
     move_rows_to_plan,
     plan_packing,
-    read_lengths,
     rows_to_pack,
 )
 from jaxspec.state import PackingPlan
@@ -104,7 +104,7 @@ def batch_of(shards: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.nd
     text = random.integers(1, 50, (4 * shards, 9)).astype(np.int32)
     chosen = random.random(text.shape) < 0.4
     chosen[1] = False
-    return text, chosen, np.asarray(read_lengths(chosen))
+    return text, chosen, np.asarray(count_tokens_to_read(chosen))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])

@@ -27,7 +27,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder, merge_lora
 from jaxspec.rl import optimizers
 from jaxspec.rl.learner import Learner
-from jaxspec.rl.train_batch import TrainBatch, plan_shardings, read_lengths, rows_to_pack
+from jaxspec.rl.train_batch import TrainBatch, count_tokens_to_read, plan_shardings, rows_to_pack
 from jaxspec.state import PROMPT, UNDRAFTED, LearnerState, TrainState
 from jaxspec.step import Step
 from tests.conftest import small_mesh, tiny_config, tiny_model, tiny_network
@@ -91,7 +91,7 @@ class Rows:
 
     def on(self, step: Step) -> TrainBatch:
         """As the learner reads them."""
-        plan = step.plan_batch(np.asarray(read_lengths(self.chosen)).astype(np.int32))
+        plan = step.plan_batch(np.asarray(count_tokens_to_read(self.chosen)).astype(np.int32))
         parts: dict[str, Any] = {
             "tokens": self.tokens,
             "sampled_logprobs": self.sampled,
@@ -294,7 +294,7 @@ def test_the_divergence_of_answers_comes_back_in_the_order_of_the_rows(where: An
     penalty = step.kl_in_reward
     assert penalty is not None
     found = jax.jit(
-        lambda batch: step.learner.reference_kl(state, batch, penalty, jnp.asarray(True))
+        lambda batch: step.learner.sum_reference_kl(state, batch, penalty, jnp.asarray(True))
     )(rows.on(step))
     log_ratio = rows.sampled - np.asarray(logprobs_of(other, rows))
     by_token = np.where(rows.chosen, log_ratio, 0)

@@ -13,6 +13,7 @@ from jaxspec.models.eagle3 import Eagle3, with_vocabulary
 
 
 def list_repairs(network: Eagle3, taps: tuple[int, ...], policy: ModelSpec) -> Iterator[Repair]:
+    """Yields variants of a head, each with one likely loading mistake undone."""
     yield from _repair_taps(network, taps, policy.layers)
     # Each of these can be wrong in a file without any error, and only lowers acceptance.
     for flag in ("norm_before_residual", "norm_output"):

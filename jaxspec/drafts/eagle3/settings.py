@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from jaxspec.inputs.checked import CheckedConfig
 from jaxspec.inputs.spec import HeadSpec, LearnedSpec, Natural, RunFacts
 
-# Each draft reads its whole head. Published heads have 32,000 tokens (SpecForge).
+# Each drafted token reads the whole head. Published heads have 32,000 tokens (SpecForge).
 LARGE_VOCAB, PUBLISHED_VOCAB = 32_768, 32_000
 """Threshold and maximum of `vocab auto`.
 

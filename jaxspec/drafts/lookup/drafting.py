@@ -90,8 +90,8 @@ def history_draft(max_draft_length: int, group_size: int, min_match: int, max_ma
 
     It searches the row's own text, the group's other rows so far, and `Prompts.history`. The
     longest match of `min_match` to `max_match` tokens wins. Ties go to the match with the most
-    tokens after it (up to the draft's length), then to the row's own text, then to its group, then
-    to earlier answers, then to the latest match.
+    tokens after it, up to the draft's length. Further ties go to the row's own text, its group,
+    earlier answers, and the latest match, in this order.
     """
     _check_limits(max_draft_length, min_match, max_match)
 

@@ -60,7 +60,7 @@ def find_mtp_layers(names: list[str], target_layers: int) -> tuple[int, bool]:
     return 0, True
 
 
-def mtp_arrays(
+def assemble_mtp_arrays(
     config: ModelSpec,
     embedding_first: bool,
     tensors: NamedArrays,
@@ -77,7 +77,7 @@ def mtp_arrays(
     weights = dict(tensors)
     copies = {name: weights.pop(name) for name in tensors if name.endswith(COPY_SUFFIXES)}
     check_copies(copies, target)
-    return fit_tensors(config, embedding_first, weights, target_layers, assemble_arrays)
+    return match_mtp_tensors(config, embedding_first, weights, target_layers, assemble_arrays)
 
 
 COPY_SUFFIXES = (".embed_tokens.weight", ".shared_head.head.weight")
@@ -85,6 +85,11 @@ COPY_SUFFIXES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
 def check_copies(copies: NamedArrays, target: NamedArrays) -> None:
+    """Checks that stored copies equal the policy's embedding and head.
+
+    Raises:
+      ConfigError: A copy differs.
+    """
     for name, stored_copy in copies.items():
         # The network uses the policy's embedding and head, so a differing copy would be ignored.
         policy_array = (
@@ -97,7 +102,7 @@ def check_copies(copies: NamedArrays, target: NamedArrays) -> None:
         )
 
 
-def fit_tensors(
+def match_mtp_tensors(
     config: ModelSpec,
     embedding_first: bool,
     weights: Mapping[str, Any],

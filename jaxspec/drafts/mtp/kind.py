@@ -22,10 +22,10 @@ from jaxspec.drafts.base import (
 )
 from jaxspec.drafts.mtp.files import (
     COPY_SUFFIXES,
+    assemble_mtp_arrays,
     check_copies,
     find_mtp_layers,
-    fit_tensors,
-    mtp_arrays,
+    match_mtp_tensors,
     mtp_mappings,
 )
 from jaxspec.drafts.mtp.settings import MtpConfig, MtpSpec
@@ -138,13 +138,13 @@ def _check_files(spec: MtpSpec, folder: Path, token_count: int) -> None:
         load_policy_embeddings(spec.policy, spec.path, bool(copies)),
     )
     embedding_first, layers = spec.settings.embedding_first, spec.policy.layers
-    fit_tensors(_decoder_spec(spec), embedding_first, tensors, layers, match_tensors)
+    match_mtp_tensors(_decoder_spec(spec), embedding_first, tensors, layers, match_tensors)
 
 
 def _load_network(spec: MtpSpec, folder: Path, abstract: PyTree) -> PyTree:
     tensors, layers = load_tensors(_open_mtp_tensors(spec, folder)), spec.policy.layers
     has_copies = any(name.endswith(COPY_SUFFIXES) for name in tensors)
-    arrays = mtp_arrays(
+    arrays = assemble_mtp_arrays(
         _decoder_spec(spec),
         spec.settings.embedding_first,
         tensors,

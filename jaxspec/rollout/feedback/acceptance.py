@@ -114,8 +114,9 @@ def acceptance_metrics(
 ) -> Metrics:
     """Returns metrics of speculation over all rows.
 
-    Acceptance rates by depth are over all rounds with a draft. Conditional rates are over rounds
-    that kept every draft before, and like overlap and entropy absent for a depth without any.
+    Acceptance rates by depth are over all rounds with a draft. Conditional rates, overlap and draft
+    entropy are over rounds that kept every earlier draft. They are absent for a depth without such
+    rounds. Acceptance lengths are absent for a quarter without drafts.
 
     Args:
       statistics: statistics of each row.
@@ -153,18 +154,18 @@ def acceptance_metrics(
             for name, values in by_depth.items()
             for depth, value in enumerate(values, start=1)
         },
-        **_present_means("acceptance_length_quarter", by_quarter, total.quarter_rounds > 0),
+        **_number_metrics("acceptance_length_quarter", by_quarter, total.quarter_rounds > 0),
         **{
             name: mean
             for family, sums in by_reached_depth.items()
-            for name, mean in _present_means(
+            for name, mean in _number_metrics(
                 family, divide(sums, total.reached), total.reached > 0
             ).items()
         },
     }
 
 
-def _present_means(
+def _number_metrics(
     family: str, values: Float[Array, " N"], is_present: Bool[Array, " N"]
 ) -> dict[str, Mean]:
     """Returns a family of metrics, numbered from 1. Those without a value are absent."""

@@ -29,7 +29,7 @@ DECAY = 0.5
 """Weight of the earlier estimate after each call that offered drafts."""
 # Other work of the machine may slow the first timing.
 TIMINGS_PER_COST = 3
-"""Number of timings of each cost in real work."""
+"""Number of timings of each cost in real calls."""
 PRIOR_RATE, PRIOR_DRAFTS = 0.8, 1.0
 """Prior conditional acceptance rate of a draft, and the number of drafts that it counts as."""
 
@@ -37,7 +37,7 @@ PRIOR_RATE, PRIOR_DRAFTS = 0.8, 1.0
 def context_buckets(max_length: int) -> tuple[int, ...]:
     """Returns the last position of each context bucket.
 
-    Each bucket is four times as long as the one before. The last one ends at `max_length`.
+    Each ends at four times the position of the one before. The last one ends at `max_length`.
     """
     bucket_ends = [BLOCK * 4**power for power in range(12) if BLOCK * 4**power < max_length]
     return (*bucket_ends, max_length)
@@ -203,10 +203,9 @@ class TimedCosts:
         self._long = np.full(table.shape, np.inf)
 
     def next_length_index(self, loop: int, context: int, retime: bool = True) -> int | None:
-        """Returns the index of the length to time next, or None.
+        """Returns the index of the length to time next, None if all are timed.
 
-        Without `retime`, only lengths that were never timed. Otherwise each up to
-        `TIMINGS_PER_COST` times.
+        Each length is timed `TIMINGS_PER_COST` times. Without `retime`, once is enough.
         """
         calls = self._calls[:, loop, context]
         length_index = int(np.argmin(calls))
@@ -227,7 +226,7 @@ class TimedCosts:
         # Other work of the machine only adds time, so the minimum is the best estimate.
         short_seconds = self._short[index] = min(short_seconds, self._short[index])
         long_seconds = self._long[index] = min(long_seconds, self._long[index])
-        seconds = round_seconds(short_seconds, long_seconds, rounds)
+        seconds = compute_round_seconds(short_seconds, long_seconds, rounds)
         other_timed = (self._calls > 0).any(axis=(1, 2)) & (np.arange(len(self._calls)) != index[0])
         # Predictions are better as ratios than as seconds, so costs without a timing are scaled by
         # the same factor.
@@ -242,7 +241,7 @@ class TimedCosts:
         return bool((self._calls > 0).any(axis=(1, 2)).all())
 
 
-def round_seconds(short_seconds: float, long_seconds: float, rounds: int) -> float:
+def compute_round_seconds(short_seconds: float, long_seconds: float, rounds: int) -> float:
     """Returns the seconds of a round, from two calls.
 
     The longer call has `rounds` rounds more.
@@ -302,7 +301,7 @@ def predict_costs(
     """
     policy = _network_sizes(target)
     draft = _network_sizes(network, policy.head_bytes)
-    # Missing loops repeat the last one.
+    # A table has `MAX_LOOPS` loops. Missing ones cost as much as the last one.
     slot_counts = (*slots, *slots[-1:] * MAX_LOOPS)[:MAX_LOOPS]
     # Before it drafts, a small model reads two tokens, and a head the block of a round.
     read_tokens = [2 if isinstance(network, Decoder) else length + 1 for length in lengths]
@@ -328,7 +327,7 @@ def predict_costs(
 def _network_sizes(network: Any, target_head: int = 0) -> NetworkSizes:
     """Returns the sizes of a pass through a network, from the shapes of its weights.
 
-    `target_head` is the head's bytes of a network that uses the target's head.
+    `target_head` is the bytes of the target's head, for networks that have none of their own.
     """
     config, depth = network.config, getattr(network, "depth", 1)
     size = {"layers": 0, "experts": 0, "head": 0, "embedding": 0}

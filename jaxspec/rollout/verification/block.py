@@ -23,17 +23,17 @@ class Block(NamedTuple):
     logits: Float[Array, "B K1 V"]
     """Logits of the target at the K+1 positions."""
     proposal: Proposal
-    """Draft tokens."""
+    """Draft tokens, with their distributions."""
     response_positions: Int[Array, "B K1"]
     """Number of response tokens before each position."""
     processing: Processing
-    """Logit processing of the target, and with `factors` of the draft."""
+    """Logit processing of the target. With `factors`, also of the draft."""
     factors: Float[Array, " K"] | float
     """Temperature factor that each draft was sampled at."""
-    # A pass over the vocabulary for each would cost as much as a step of a small model, so only
-    # some slots are measured.
     grid: tuple[float, ...]
-    """Temperature factors to measure. It includes `factors`."""
+    """Temperature factors to measure. They include `factors`."""
+    # A pass over the vocabulary for each factor would cost as much as a step of a small model, so
+    # only some slots are measured.
     measured_slots: slice | Int[Array, " m"]
     """Slots in which the grid is measured."""
 
@@ -48,7 +48,7 @@ class DraftLogits(NamedTuple):
 
 
 def read_draft_logits(block: Block) -> DraftLogits:
-    """Returns logits of all drafts, also of deterministic ones."""
+    """Returns logits of all drafts: point masses for deterministic ones."""
     vocab = block.logits.shape[-1]
     match block.proposal:
         case PointProposal(tokens):

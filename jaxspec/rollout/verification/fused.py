@@ -32,7 +32,7 @@ from jaxspec.rollout.verification.summary import (
     Summary,
     logprobs_at_any_temperature,
     logprobs_from_summary,
-    summarize,
+    summarize_logits,
 )
 from jaxspec.rollout.verification.vocabulary import make_vocabulary
 from jaxspec.rollout.verify import Distributions
@@ -90,14 +90,16 @@ def compare_block(block: Block) -> BlockComparison:
     A draft that is NaN has an overlap of 0.
     """
     drafts = read_draft_logits(block)
-    target, moments = summarize(
+    target, moments = summarize_logits(
         _mask_logits(block, block.logits, block.response_positions, None),
         block.processing.temperature,
         outside_mask=drafts.vocabulary.outside_mask,
         finite_mask=jnp.isfinite(block.logits),
     )
     temperature = block.processing.temperature * block.factors
-    draft, draft_moments = summarize(_draft_logits(block, drafts), temperature, 0.0 in block.grid)
+    draft, draft_moments = summarize_logits(
+        _draft_logits(block, drafts), temperature, 0.0 in block.grid
+    )
     summaries = _Summaries(drafts, target, moments.outside_mass, draft)
     entropy = (
         jnp.zeros(block.proposal.tokens.shape, moments.entropy.dtype)
@@ -236,7 +238,7 @@ def _overlap_by_factor(block: Block, summaries: _Summaries) -> Float[Array, "m K
     logits = add_factor_axis(_draft_logits(block, summaries.drafts)[rows])
     temperatures = block.processing.temperature * jnp.asarray(block.grid, logits.dtype)
     indices = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    summary, _ = summarize(logits, temperatures, may_be_zero=0.0 in block.grid)
+    summary, _ = summarize_logits(logits, temperatures, may_be_zero=0.0 in block.grid)
     return _compute_overlap(
         add_factor_axis(_target_logprobs(block, summaries, rows)),
         _logprobs_of_draft(block, summary, logits, indices),
@@ -264,8 +266,8 @@ def _residual_mass(
     block: Block, summaries: _Summaries, log_weights: Float[Array, "B N"]
 ) -> Float[Array, "B N"]:
     """Returns the mass of the residual at each draft after the first."""
-    # Includes the first draft, which is not needed. With the same shape as the overlap, both are
-    # computed in one pass.
+    # The first draft needs no residual. It is included, because XLA computes arrays of the
+    # overlap's shape in the same pass as the overlap.
     length = block.proposal.tokens.shape[1]
     weights = jnp.pad(log_weights, ((0, 0), (1, 0)))[:, :length]
     target = weights[:, :, None] + _target_logprobs(block, summaries, slice(None))
@@ -283,7 +285,7 @@ def _draw_next(
     noise: Noise,
 ) -> Int[Array, " B"]:
     """Draws the token after the cut from the residual or the target."""
-    # Only rounds with drafts have `RejectionNoise`, and only its rules draw from the residual.
+    # Only the rules of `RejectionNoise` draw here. Its rounds have at least one draft.
     target = _target_logprobs_at(block, summaries, accepted)
     draft = _draft_distribution(block, summaries, accepted)
     weighted = log_weight[:, None] + target

@@ -63,11 +63,11 @@ class Matching:
     """Noise stream of the rows."""
 
     def for_draft(self, draft: Draft, grid: tuple[float, ...]) -> "Matching":
-        """Returns the mode of a draft with these temperature factors."""
+        """Returns this mode, which fits every draft."""
         return self
 
     def select_distributions(self, proposal: Proposal) -> Proposal:
-        """Returns the proposal with the distributions to compare."""
+        """Returns the proposal, whose own distributions are compared."""
         return proposal
 
     def draw_noise(
@@ -126,7 +126,7 @@ class Rejection:
         return self if draft.is_stochastic and grid != (0.0,) else PointMatching()
 
     def select_distributions(self, proposal: Proposal) -> Proposal:
-        """Returns the proposal with the distributions to compare."""
+        """Returns the proposal, whose own distributions are compared."""
         return proposal
 
     def draw_noise(
@@ -134,7 +134,7 @@ class Rejection:
     ) -> MatchingNoise | RejectionNoise:
         """Draws noise, keyed by the committed length at the start of the round."""
         levels = sampling.level_count(vocab)
-        # A plain round among rounds with drafts: keyed as they are.
+        # A plain round among rounds with drafts has keys of the same kind as theirs.
         if not length:
             uniforms = sampling.Uniforms(
                 sampling.uniform_numbers(keys, lengths[:, None], levels, dtype)
@@ -156,6 +156,6 @@ class Rejection:
 
 RoundNoise = MatchingNoise | RejectionNoise
 VerificationMode = Matching | Rejection
-"""Mode that is asked for. `for_draft` gives that of rounds with a draft."""
+"""Mode of a config. `for_draft` gives the mode of the rounds of a draft."""
 RoundMode = Matching | PointMatching | Rejection
 """Mode of the rounds of a draft."""

@@ -88,7 +88,7 @@ def make_distributions(
     ) -> Int[Array, " B"]:
         at_cut = accepted[:, None, None]
         target = jnp.take_along_axis(target_logprobs, at_cut, axis=1)[:, 0]
-        # After the last draft it is clipped, and `rejected` is False.
+        # After the last draft the index is clipped, and `rejected` is False.
         draft = jnp.take_along_axis(draft_logprobs, at_cut, axis=1, mode="clip")[:, 0]
         residual = jnp.maximum(jnp.exp(log_weight[:, None] + target) - jnp.exp(draft), 0)
         # If weighted target and draft agree up to rounding, a cut has probability about 0, and the
@@ -143,7 +143,7 @@ def _compare_drafts(
         )
 
     draft_logprobs, overlap = compare_at_factor(block.factors, slice(None))
-    # A grid of one factor is the one of `factors`.
+    # The only factor of a grid of one is that of `factors`.
     by_factor = (
         [compare_at_factor(factor, measured_slots)[1] for factor in grid]
         if len(grid) > 1

@@ -67,7 +67,7 @@ class _Sums(NamedTuple):
     """Whether all raw logits so far are finite."""
 
 
-def summarize(
+def summarize_logits(
     logits: Float[Array, "*B V"],
     temperature: Float[Array, "*#B"] | float = 1.0,
     may_be_zero: bool = False,
@@ -149,7 +149,7 @@ def _merge_sums(left: _Sums, right: _Sums) -> _Sums:
     is_tied = left.largest == right.largest
     gap = jnp.where(is_tied, 0, -jnp.abs(left.largest - right.largest))
     scale = jnp.exp(gap)
-    # The scale is 0 then, but -inf times 0 would be NaN.
+    # For a gap of -inf the scale is 0, but -inf times 0 would be NaN.
     gap = jnp.where(gap == -jnp.inf, 0, gap)
     larger = _Sums(
         *(jnp.where(left_is_larger, *fields) for fields in zip(left, right, strict=True))
