@@ -84,7 +84,7 @@ class Prompts(Tree):
     stream: Int[AnyArray, ""]
     """Kind of call, a `streams.Stream`. Different kinds share no noise."""
     batch: Int[AnyArray, ""]
-    """Number of the batch within its stream. With the seed it fixes all noise of the call."""
+    """Number of the rollout within its stream. With the seed it fixes all noise of the call."""
     history: Int[AnyArray, "n H S"]
     """Earlier texts of each prompt, with the prompt, for drafts that look them up. H may be 0."""
     history_lengths: Int[AnyArray, "n H"]

@@ -277,16 +277,16 @@ class Learner:
         # With a single update, the learning pass itself computes the old logprobs of rows sampled
         # by the current weights, so no extra pass is needed.
         if len(batch.plan.micro_batch_count) * self.epochs == 1:
-            is_on_policy = recompute | batch.is_current
-            batch = batch.replace(old_logprobs=recorded, is_on_policy=is_on_policy)
+            uses_current_pass = recompute | batch.is_current
+            batch = batch.replace(old_logprobs=recorded, uses_current_pass=uses_current_pass)
             return batch, zero_gap(self.accum_dtype)
         logprobs, batch = passes.compute_logprobs(
             state.policy.network, jnp.where(recompute, 0, 1), batch
         )
         gap, batch = passes.compare_logprobs(logprobs, 1, batch)
         old = jnp.where(recompute, logprobs, recorded.astype(logprobs.dtype))
-        is_on_policy = jnp.zeros_like(batch.is_on_policy)
-        return batch.replace(old_logprobs=old, is_on_policy=is_on_policy), gap
+        uses_current_pass = jnp.zeros_like(batch.uses_current_pass)
+        return batch.replace(old_logprobs=old, uses_current_pass=uses_current_pass), gap
 
     def _update(
         self,

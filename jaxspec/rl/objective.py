@@ -341,7 +341,9 @@ class MicroBatchObjective:
         by_row = advantages.ndim == 1
         return LossInputs(
             policy_logprobs=logprobs,
-            old_logprobs=jnp.where(batch.is_on_policy[row], current, take_next(batch.old_logprobs)),
+            old_logprobs=jnp.where(
+                batch.uses_current_pass[row], current, take_next(batch.old_logprobs)
+            ),
             sampled_logprobs=take_next(batch.sampled_logprobs),
             reference_logprobs=take_next(batch.reference_logprobs),
             entropy=entropy,

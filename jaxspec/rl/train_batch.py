@@ -67,7 +67,7 @@ class PlacedBatch(TrainBatch):
 
     old_logprobs: Float[Array, "B S"]
     """Log-probabilities under the policy before the updates on this batch."""
-    is_on_policy: Bool[Array, " B"]
+    uses_current_pass: Bool[Array, " B"]
     """Rows that use the logprobs of the current pass in place of `old_logprobs`."""
     is_current: Bool[Array, " B"]
     """Rows sampled by the policy before the updates on this batch."""
@@ -82,7 +82,7 @@ class PlacedBatch(TrainBatch):
         return cls(
             **rows,
             old_logprobs=zeros,
-            is_on_policy=all_rows,
+            uses_current_pass=all_rows,
             is_current=all_rows,
             reference_logprobs=zeros,
         )

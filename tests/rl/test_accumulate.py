@@ -116,7 +116,7 @@ def test_ratios_and_advantages_of_labels_are_those_written_out() -> None:
     advantages = np.where(np.arange(ROWS) < 2, 0, np.asarray(batch.advantages))
     batch = batch.replace(
         old_logprobs=jnp.asarray(old),
-        is_on_policy=jnp.zeros(ROWS, bool),
+        uses_current_pass=jnp.zeros(ROWS, bool),
         advantages=jnp.asarray(advantages),
     )
     sums, counts = jax.jit(step.learner.passes.compute_sums)(policy(), None, batch)
