@@ -66,7 +66,7 @@ def parse_device_groups(attributes: str, device_count: int) -> list[tuple[int, .
         return _parse_mesh_groups(mesh_match)
     iota_match = _IOTA_GROUPS.search(attributes)
     if iota_match:
-        return _split_rows(_parse_iota(iota_match[2]).reshape(_parse_numbers(iota_match[1])))
+        return _rows_to_tuples(_parse_iota(iota_match[2]).reshape(_parse_numbers(iota_match[1])))
     # Guessing here would name wrong axes.
     if "replica_groups=" in attributes or "source_target_pairs=" in attributes:
         raise ValueError(f"device groups of an unknown form: {attributes}")
@@ -96,7 +96,7 @@ def _parse_mesh_groups(match: re.Match[str]) -> list[tuple[int, ...]]:
     order = [dim for dim in range(len(dims)) if dim not in group_dims] + group_dims
     group_size = math.prod(dims[dim] for dim in group_dims)
     ids = _parse_device_ids(match["ids"], math.prod(mesh.values()))
-    return _split_rows(ids.reshape(dims).transpose(order).reshape(-1, group_size))
+    return _rows_to_tuples(ids.reshape(dims).transpose(order).reshape(-1, group_size))
 
 
 def _parse_device_ids(text: str | None, device_count: int) -> np.ndarray:
@@ -175,5 +175,5 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _split_rows(groups: np.ndarray) -> list[tuple[int, ...]]:
+def _rows_to_tuples(groups: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(row) for row in groups.tolist()]

@@ -52,7 +52,7 @@ def resolve_config(config: Config, report: Reporter) -> ResolvedConfig:
         config = replace(config, lora=replace(config.lora, path=absolute_path(config.lora.path)))
     draft = config.rollout.draft
     # A path of the user's draft wins over layers in the policy's checkpoint.
-    for kind, layers in () if draft.path else _native_drafts(config.model):
+    for kind, layers in () if draft.path else _find_native_drafts(config.model):
         if draft.kind == kind:
             draft = replace(draft, path=config.model.path)
         else:
@@ -146,7 +146,7 @@ def expand_home(config: Config) -> Config:
     )
 
 
-def _native_drafts(model: ModelSpec) -> list[tuple[str, int]]:
+def _find_native_drafts(model: ModelSpec) -> list[tuple[str, int]]:
     """Returns kinds and numbers of draft layers in the policy's checkpoint."""
     if not model.path:
         return []

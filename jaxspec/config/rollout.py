@@ -206,7 +206,7 @@ class RolloutConfig(CheckedConfig, prefix="rollout."):
 
     @property
     def past_answers(self) -> int:
-        """Earlier answers stored per prompt."""
+        """Number of earlier answers stored per prompt. 0 unless the look-up reads them."""
         # N-grams search the row alone. Storing answers for them would waste memory.
         return self.lookup.past if get_kind(self.lookup_kind).reads_history else 0
 

@@ -26,7 +26,7 @@ LookupKind = Literal["none", "ngram", "history"]
 
 @dataclass(frozen=True, kw_only=True)
 class KindSettings(CheckedConfig, prefix="rollout.draft."):
-    """Settings of single kinds. Each section has its kind's name."""
+    """Settings that belong to one kind of draft. Each section is named after its kind."""
 
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
     mtp: MtpConfig = field(default_factory=MtpConfig)

@@ -78,8 +78,8 @@ class PromptSource:
         }
         return self._place_prompts(held_problems, Stream.EVALUATE, call, {})
 
-    def place_nothing(self, rollout: int) -> Prompts:
-        """Places prompts that are not answered, for a call that only learns."""
+    def place_padding(self, rollout: int) -> Prompts:
+        """Places padding prompts, which are not answered, for a call that only learns."""
         return self._place_prompts({}, Stream.TRAIN, rollout, {})
 
     def local_problems(self, rollout: int) -> dict[int, Problem]:

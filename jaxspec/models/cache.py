@@ -4,8 +4,8 @@ A `CacheLayout` maps the positions of a row to memory. There are two layouts: `c
 `paged.py`.
 """
 
-# Entries of rejected tokens need no cleanup: the next block has the same positions, and overwrites
-# them.
+# Entries of rejected tokens need no cleanup. A query sees no position after its own, and every
+# position is written again before a query reaches it.
 
 import dataclasses
 from collections.abc import Callable

@@ -51,12 +51,12 @@ def insert_groups(
     shard_count, rows = row_shard_count(mesh), P(ROWS)
 
     def insert_on_shard(batch: PyTree, rollout: PyTree, group_at_place: Int[Array, " n"]) -> PyTree:
-        # An unset place gathers group 0, which `select_values` discards.
         place_count = len(group_at_place)
         grouped_rollout = jax.tree.map(
             lambda leaf: leaf.reshape(place_count, len(leaf) // place_count, *leaf.shape[1:]),
             rollout,
         )
+        # An unset place gathers group 0, which `select_values` discards.
         gathered_groups = gather_from_shards(
             grouped_rollout, jnp.maximum(group_at_place, 0), shard_count
         )

@@ -376,7 +376,10 @@ class Learner:
         sums: DraftComparison,
         counts: BatchCounts,
     ) -> tuple[NetworkState, dict[str, Mean]]:
-        """Updates the draft if it is `online`. Else returns it unchanged, without metrics."""
+        """Updates the draft if `online`.
+
+        Otherwise the draft is unchanged, and its metrics have no values.
+        """
         loss = jnp.where(counts.labels > 0, loss, jnp.nan)
         draft, norm = optimizers.apply_update(draft, gradients, loss, self.draft_optimizer, online)
         metrics = as_means(

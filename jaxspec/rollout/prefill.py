@@ -68,7 +68,8 @@ def prepare_state(
 ) -> DecodeState:
     """Builds the state before the first round.
 
-    Prompts of contiguous caches are read. Those of paged caches are left to `append_unread_texts`.
+    With contiguous caches, prompts are read here. With paged caches, `append_unread_texts` reads
+    them.
 
     Args:
       target: the policy in the rollout layout.
@@ -160,7 +161,7 @@ class _InitialState(NamedTuple):
 def _init_slots(
     target: Decoder, drafter: Drafter, draft: Draft, prompts: Prompts, settings: Settings
 ) -> _InitialState:
-    """Creates the slots, after reading prompts of contiguous caches."""
+    """Creates the slots. With contiguous caches, reads the prompts first."""
     count, prompt_width = prompts.tokens.shape
     group, row_count = settings.group_size, count * settings.group_size
     # Headroom: a block may reach K positions beyond the last committed token.

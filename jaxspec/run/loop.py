@@ -138,7 +138,7 @@ class Loop:
         is_final_call = run.next_batch >= self.config.steps
         start_time = time.perf_counter()
         prompts = (
-            host.source.place_nothing(call) if is_final_call else host.source.place_training(call)
+            host.source.place_padding(call) if is_final_call else host.source.place_training(call)
         )
         data_seconds = time.perf_counter() - start_time
         queued_batch = run.queue.pop(0) if run.queue else None

@@ -273,7 +273,7 @@ def test_an_evaluation_asks_what_it_is_given(job: Job, batches: Batches) -> None
     assert (int(prompts.stream), int(prompts.batch)) == (1, 3)
     assert np.asarray(prompts.live).tolist() == [True] * 2 + [False] * 6
     assert questions(job, prompts) == [job.tokenizer.decode(held_out[i].ids) for i in (8, 9)]
-    assert not np.asarray(batches.source.place_nothing(3).live).any()
+    assert not np.asarray(batches.source.place_padding(3).live).any()
 
 
 def test_a_problem_brings_its_last_answers_along(job: Job) -> None:

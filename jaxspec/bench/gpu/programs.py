@@ -49,7 +49,10 @@ class Recipe:
 
 
 class ProgramUnavailableError(Exception):
-    """A program failed to compile, or not in time. The message names it and the reason."""
+    """A program failed to compile, or was not ready in time.
+
+    The message names the program and the reason.
+    """
 
 
 class ReadyProgram(NamedTuple):

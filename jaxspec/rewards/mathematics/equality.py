@@ -82,7 +82,7 @@ def _lists_equal(left: Sequence[str], right: Sequence[str]) -> bool:
         return all(_values_equal(reference, answer) for reference, answer in pairs)
     if len(references) == 1:
         return _values_equal(references[0], answers[0])
-    groups = _group_by_name(references), _group_by_name(answers)
+    groups = _group_named_values(references), _group_named_values(answers)
     # If only one side has names, as in `x=1, y=2` and `1, 2`, the order decides.
     if len(groups[0]) != len(groups[1]) and 1 in map(len, groups):
         return all(map(_values_equal, references, answers))
@@ -123,7 +123,7 @@ def _groups_match(left: list[tuple[str, ...]], right: list[tuple[str, ...]]) -> 
     return True
 
 
-def _group_by_name(values: Sequence[str]) -> list[tuple[str, ...]]:
+def _group_named_values(values: Sequence[str]) -> list[tuple[str, ...]]:
     """Groups named values that belong together, such as `p=5, q=2`.
 
     A group is sorted by name. If a value has no name, or all have the same, each value is a group.
