@@ -98,6 +98,11 @@ def _chain(*parts: Any, chain: Callable = optax.chain) -> optax.GradientTransfor
     return optax.GradientTransformation(chained.init, _lenient(chained.update))
 
 
+def _schedule(*sizes: Any, schedule: Callable = optax.warmup_cosine_decay_schedule) -> Callable:
+    return _lenient(schedule(*sizes))
+
+
+optax.warmup_cosine_decay_schedule = _schedule  # pyright: ignore[reportAttributeAccessIssue]
 optax.chain = _chain  # pyright: ignore[reportAttributeAccessIssue]  # optax promotes inside; the strict rule is for jaxspec
 
 
