@@ -2,12 +2,20 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.build import build_step
 from jaxspec.drafts.base import DrawnProposal, PointProposal
-from jaxspec.rollout.verification.modes import Matching, PointMatching, Rejection
+from jaxspec.rollout.verification.modes import (
+    Matching,
+    MatchingNoise,
+    PointMatching,
+    Rejection,
+    RejectionNoise,
+)
 from jaxspec.rollout.verify import block_rule, token_rule
 from tests.conftest import small_mesh
 from tests.whole_step import MODEL, STOP, config_of
@@ -48,3 +56,13 @@ def test_points_are_compared_without_logits() -> None:
     assert Matching().select_distributions(drawn) is drawn
     assert Rejection(block_rule).select_distributions(drawn) is drawn
     assert PointMatching().select_distributions(drawn) == PointProposal(tokens, lengths)
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(0, MatchingNoise), (1, RejectionNoise)])
+def test_a_round_without_drafts_matches_under_every_rule(length: int, wanted: type) -> None:
+    """The fast form of verification has no residual to draw from without a draft."""
+    lengths = jnp.full((2,), 3, jnp.int32)
+    for rule in (block_rule, token_rule):
+        keys = jax.random.split(jax.random.key(0), 2)
+        noise = Rejection(rule).draw_noise(keys, lengths, length, 5, np.dtype(np.float32))
+        assert type(noise) is wanted
