@@ -171,7 +171,12 @@ GSPO = functools.partial(gspo_surrogate, clip_low=LOW, clip_high=HIGH)
             functools.partial(PPO, dual_clip=1.3),
             {},
         ),
-        ({"loss_type": "grpo", "beta": 0.04}, sequence_mean, PPO, {"kl": KlPenalty(0.04, k3)}),
+        (
+            {"loss_type": "grpo", "beta": 0.04},
+            sequence_mean,
+            PPO,
+            {"terms": (KlPenalty(0.04, k3),)},
+        ),
         (
             {"loss_type": "dapo", "cap": 1.2},
             token_mean,
