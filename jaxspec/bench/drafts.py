@@ -14,7 +14,7 @@ from jaxspec.bench.draft_tables import build_tables
 from jaxspec.bench.loaded import synthetic_rule
 from jaxspec.bench.measure import package_versions
 from jaxspec.bench.variant_bench import VariantBench, prepare_bench, sampling_and_rule
-from jaxspec.bench.variants import SWEPT_SETTINGS, VARIANTS, apply_variant
+from jaxspec.bench.variants import SWEPT_SETTINGS, VARIANTS, DraftVariant, apply_variant
 from jaxspec.bench.workload import SYNTHETIC_LENGTH
 from jaxspec.build import build_step
 from jaxspec.config.check import check_config
@@ -40,30 +40,39 @@ prompts. Drafts have the config's draft_length and temperature, and some also ch
 each round. Drafts are trained on first use, on the policy's answers to its prompts. For comparison
 eagle3-generic is not: --generic FILE trains it on a text (JSON lines, parquet, or a dataset id, as
 for --offline.text), by default on the built-in text. --generic FOLDER loads a finished EAGLE-3
-head, published or exported. Each draft generates --rows N answers (default 512). The speed-up is
-tokens/s over those of plain decoding in the same run. Both are medians of calls in turn. With
---synthetic_acceptance A, kinds that draw drafts keep A tokens of a round of 3 drafts on average.
-Other lengths have the same chance of each draft. This shows the value of a good draft of that kind.
+head, published or exported. Each draft generates --rows N answers (default 512), in batches of
+batch.prompts x batch.group_size. All drafts generate a batch in turn. Tokens/s are all tokens over
+all seconds, and the speed-up is over plain decoding. --drafts eagle3,ngram measures only the drafts
+of these names, beside plain decoding. With --synthetic_acceptance A, kinds that draw drafts keep A
+tokens of a round of 3 drafts on average. Other lengths have the same chance of each draft. This
+shows the value of a good draft of that kind.
 The last line of the output is one JSON object."""
+PLAIN = VARIANTS[0].name
+DRAFT_NAMES = tuple(dict.fromkeys(variant.name for variant in VARIANTS))
+GENERIC_TEXT = "generic"
+"""The built-in text, as in `offline.text`."""
 TUNING_CALLS = 4
 """Calls that tune the draft temperatures, on prompts that are not measured."""
-TIMED_CALLS = 5
-"""Timed calls of each row of the table."""
 USED_SETTINGS = f"{DRAFT_SETTINGS} batch.group_size rollout.draft.temperature rollout.lookup."
 """Settings that this program reads. It sets those in `SWEPT_SETTINGS` itself."""
 
 
 def compare_drafts(
-    job: Job, interrupt: Interrupt, rows: int, generic: str = "generic", acceptance: float = 0.0
+    job: Job,
+    interrupt: Interrupt,
+    rows: int,
+    generic: str = GENERIC_TEXT,
+    acceptance: float = 0.0,
+    variants: Sequence[DraftVariant] = VARIANTS,
 ) -> int:
-    """Measures all variants on the same policy and training prompts.
+    """Measures variants on the same policy and training prompts.
 
-    Each generates `rows` answers, rounded up to whole batches. `generic` is as in `apply_variant`,
-    `acceptance` as in `_with_acceptance`.
+    The first variant decodes plainly. Each generates `rows` answers, rounded up to whole batches.
+    `generic` is as in `apply_variant`, `acceptance` as in `_with_acceptance`.
     """
     config, tokenizer, say = job.config, job.tokenizer, job.say
     _check_request(config)
-    configs = [apply_variant(variant, config, generic, say) for variant in VARIANTS]
+    configs = [apply_variant(variant, config, generic, say) for variant in variants]
     # Errors of any variant are reported before the first draft is trained, which takes minutes.
     for variant_config in configs:
         check_config(variant_config, job.mesh.size)
@@ -84,19 +93,18 @@ def compare_drafts(
     policy = load_policy(config, job.step, tokenizer, interrupt, say)
     benches = []
     for variant, variant_config, step, source in zip(
-        VARIANTS, configs, steps, sources, strict=True
+        variants, configs, steps, sources, strict=True
     ):
         labels = variant.name, *sampling_and_rule(variant, variant_config, step.generator)
-        say(f"{len(benches) + 1} of {len(VARIANTS)}: {' '.join(filter(None, labels))}")
+        say(f"{len(benches) + 1} of {len(variants)}: {' '.join(filter(None, labels))}")
         prompts = source.place_training(0)
         benches.append(
             prepare_bench(variant, variant_config, step, tokenizer, policy, prompts, interrupt, say)
         )
     with interrupt.exit_on_signal("measuring drafts"):
         _fill_history(benches, sources, TUNING_CALLS + calls)
-        _run_benches(benches, sources, calls)
-        _time_benches(benches, sources)
-    # The first variant decodes plainly.
+        _tune_benches(benches, sources)
+        _measure_benches(benches, sources, calls)
     table = [bench.table_row(benches[0]) for bench in benches]
     answers = calls * config.batch.prompts * config.batch.group_size
     _report_table(table, config, answers, float(np.median(benches[0].round_seconds)), say)
@@ -194,26 +202,22 @@ def _fill_history(benches: list[VariantBench], sources: list[PromptSource], coun
             source.remember_answers(index, rollout)
 
 
-def _run_benches(benches: list[VariantBench], sources: list[PromptSource], calls: int) -> None:
-    """Tunes the draft temperatures, then generates the measured batches."""
-    with Progress("measuring", len(benches) * (TUNING_CALLS + calls)) as progress:
+def _tune_benches(benches: list[VariantBench], sources: list[PromptSource]) -> None:
+    """Tunes the draft temperatures and length choosers."""
+    with Progress("tuning", len(benches)) as progress:
         for number, (bench, source) in enumerate(zip(benches, sources, strict=True)):
-            for batch in range(TUNING_CALLS + calls):
-                rollout = bench.generate(source.place_training(batch))
-                if batch < TUNING_CALLS:
-                    bench.update_feedback(rollout)
-                else:
-                    bench.rollouts.append(jax.device_get(rollout))
-                progress.update(number * (TUNING_CALLS + calls) + batch + 1)
+            for batch in range(TUNING_CALLS):
+                bench.update_feedback(bench.generate(source.place_training(batch)))
+            progress.update(number + 1)
 
 
-def _time_benches(benches: list[VariantBench], sources: list[PromptSource]) -> None:
-    """Times the first measured batch several times for each variant."""
-    # Variants take turns, so that disturbances of the machine affect all of them.
-    with Progress("timing", TIMED_CALLS) as progress:
-        for number in range(TIMED_CALLS):
+def _measure_benches(benches: list[VariantBench], sources: list[PromptSource], calls: int) -> None:
+    """Generates and times the measured batches."""
+    with Progress("measuring", calls) as progress:
+        for number in range(calls):
+            # Variants take turns, so that disturbances of the machine affect all of them.
             for bench, source in zip(benches, sources, strict=True):
-                bench.time_batch(source.place_training(TUNING_CALLS))
+                bench.measure_batch(source.place_training(TUNING_CALLS + number))
             progress.update(number + 1)
 
 
@@ -229,8 +233,11 @@ def main(argv: Sequence[str]) -> int:
     """Runs the benchmark. Returns the exit status."""
     command, usage = "python -m jaxspec.bench drafts", "--config NAME.py[:SCALE]"
     rows, argv = take_option(argv, command, "rows", f"N {usage}", "512")
-    generic, argv = take_option(argv, command, "generic", f"PATH {usage}", "generic")
+    generic, argv = take_option(argv, command, "generic", f"PATH {usage}", GENERIC_TEXT)
     length, argv = take_option(argv, command, "synthetic_acceptance", f"A {usage}", "0")
+    text, argv = take_option(argv, command, "drafts", f"NAMES {usage}", ",".join(DRAFT_NAMES))
+    names = {PLAIN, *map(str.strip, text.split(","))}
+    variants = [variant for variant in VARIANTS if variant.name in names]
     problem = ""
     if not rows.isdecimal() or int(rows) < 1:
         problem = f"--rows is {rows!r}; it must be a whole number of answers, at least 1"
@@ -239,13 +246,22 @@ def main(argv: Sequence[str]) -> int:
             f"--synthetic_acceptance is {length!r}; it must be the tokens kept of a round of"
             f" {SYNTHETIC_LENGTH} drafts, from 1 to {SYNTHETIC_LENGTH + 1}, or 0 to verify drafts"
         )
+    elif unknown := sorted(names - set(DRAFT_NAMES)):
+        problem = (
+            f"--drafts has {', '.join(map(repr, unknown))}; it must be some of"
+            f" {', '.join(DRAFT_NAMES)}, separated by commas"
+        )
+    elif generic != GENERIC_TEXT and not any(variant.is_generic for variant in variants):
+        problem = f"--generic is {generic}, but --drafts leaves out the draft that reads it"
     if problem:
         print(f"error: {problem}", file=sys.stderr, flush=True)
         return 2
     return run_program(
         "bench drafts",
         ABOUT,
-        lambda job, interrupt: compare_drafts(job, interrupt, int(rows), generic, float(length)),
+        lambda job, interrupt: compare_drafts(
+            job, interrupt, int(rows), generic, float(length), variants
+        ),
         argv,
         SWEPT_SETTINGS,
         USED_SETTINGS,

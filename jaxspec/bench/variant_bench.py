@@ -48,8 +48,9 @@ class VariantBench:
     rollouts: list[Rollout] = field(default_factory=list)
     """Measured rollouts, on the host."""
     round_seconds: list[float] = field(default_factory=list)
-    token_rates: list[float] = field(default_factory=list)
-    """Tokens per second."""
+    """Seconds of a round of each measured rollout."""
+    seconds: float = 0.0
+    """Seconds of all measured rollouts, prefill included."""
 
     @property
     def current_weights(self) -> RolloutWeights:
@@ -66,15 +67,25 @@ class VariantBench:
         """Generates answers to a batch."""
         return self.answerer(self.current_weights, prompts)
 
-    def time_batch(self, prompts: Prompts) -> None:
-        """Times the generation of answers to a batch.
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of all measured rollouts."""
+        return sum(
+            int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts
+        )
 
-        Tokens per second include the prefill, and seconds per round do not.
-        """
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all measured rollouts."""
+        # Not the median of batches: tokens of a batch of few rows depend on how its noise falls.
+        return self.token_count / self.seconds
+
+    def measure_batch(self, prompts: Prompts) -> None:
+        """Generates answers to a batch, and times it."""
         timing = self.answerer.time_call(self.current_weights, prompts)
-        tokens = float(jnp.sum(timing.rollout.lengths - timing.rollout.prompt_lengths))
+        self.rollouts.append(jax.device_get(timing.rollout))
         self.round_seconds.append(timing.loop_seconds / timing.rounds)
-        self.token_rates.append(tokens / timing.seconds)
+        self.seconds += timing.seconds
 
     def update_feedback(self, rollout: Rollout) -> None:
         """Updates temperatures and length chooser from a batch, as a run does."""
@@ -94,13 +105,10 @@ class VariantBench:
             lambda *leaves: np.concatenate(leaves),
             *(rollout.statistics for rollout in self.rollouts),
         )
-        tokens = sum(
-            int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in self.rollouts
-        )
         # One set of temperatures describes all measured rollouts, since only earlier ones tune it.
         metrics = acceptance_metrics(
             jax.tree.map(jnp.asarray, statistics),
-            jnp.asarray(tokens, jnp.int32),
+            jnp.asarray(self.token_count, jnp.int32),
             self.current_weights.drafter.factor_index,
             grid,
         )
@@ -124,8 +132,8 @@ class VariantBench:
             },
             "draft_temperature": read_depths(values, "draft_temperature") if self.sampling else [],
             "round_cost": float(np.median(self.round_seconds) / np.median(baseline.round_seconds)),
-            "tokens_per_s": float(np.median(self.token_rates)),
-            "speed_up": float(np.median(self.token_rates) / np.median(baseline.token_rates)),
+            "tokens_per_s": self.tokens_per_second,
+            "speed_up": self.tokens_per_second / baseline.tokens_per_second,
         }
 
 
