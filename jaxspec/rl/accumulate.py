@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.kernels.order import order_after, signal_ready
+from jaxspec.kernels.order import signal_ready
 from jaxspec.mesh import ROWS, keep_row_axes, row_shard_count, shard_map_rows
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder, attach_lora
@@ -125,12 +125,9 @@ class Passes:
             gap = LogprobGap.from_logprobs(logprobs, recorded_logprobs, loss_mask)
             max_absolute = lax.pmax(gap.max_absolute, ROWS)
             # Independent collectives may start in different order on CPU devices and deadlock.
-            if self.objective.needs_order:
-                gap = jax.tree.map(
-                    lambda total: order_after(total, [signal_ready(max_absolute)]), gap
-                )
+            gap = self.objective.order.run_after(gap, max_absolute)
             gap = lax.psum(gap, ROWS)._replace(max_absolute=max_absolute)
-            return gap, order_batch_after(batch, *gap) if self.objective.needs_order else batch
+            return gap, batch.read_after(gap, self.objective.order)
 
         batch_specs = _batch_specs(batch)
         compare = shard_map_rows(
@@ -141,15 +138,15 @@ class Passes:
     def restore_row_order(self, placed_values: PyTree, batch: PlacedBatch) -> PyTree:
         """Moves arrays [B ...] back to row order."""
 
-        def restore_on_shard(values: PyTree, order: Int[Array, " b"]) -> PyTree:
+        def restore_on_shard(values: PyTree, row_order: Int[Array, " b"]) -> PyTree:
             # Collectives of the pass that computed the values must run first.
-            signals = [signal_ready(leaf) for leaf in jax.tree.leaves(values)]
-            full_order = lax.all_gather(order_after(order, signals), ROWS, tiled=True)
+            row_order = self.objective.order.run_after(row_order, values)
+            full_order = lax.all_gather(row_order, ROWS, tiled=True)
             row_places = jnp.arange(len(full_order), dtype=jnp.int32)
             # Inverts the permutation: place of each row.
             row_places = jnp.zeros_like(full_order).at[full_order].set(row_places)
-            first_row = lax.axis_index(ROWS) * len(order)
-            local_places = lax.dynamic_slice_in_dim(row_places, first_row, len(order))
+            first_row = lax.axis_index(ROWS) * len(row_order)
+            local_places = lax.dynamic_slice_in_dim(row_places, first_row, len(row_order))
             return gather_from_shards(values, local_places, row_shard_count(self.mesh))
 
         return shard_map_rows(self.mesh, restore_on_shard, (P(ROWS), P(ROWS)), P(ROWS))(
@@ -173,18 +170,8 @@ class Passes:
     def _make_weight_shards(self, networks: NetworkPair) -> tuple[WeightShards, NetworkPair]:
         """Returns the networks' shards for collectives, and their specs over the row axes."""
         specs: Any = jax.tree.map(lambda sharding: sharding.spec, self.train_layout(networks))
-        return WeightShards(specs, self.dtype, self.objective.needs_order), jax.tree.map(
-            keep_row_axes, specs
-        )
-
-    def _delay_gathering(
-        self, networks: NetworkPair, shards: WeightShards, filler: Int[Array, ""]
-    ) -> NetworkPair:
-        """Delays weight gathering until the batch has arrived."""
-        # Otherwise the compiler hoists loop-invariant gathers above the arrival of the batch.
-        return shards.order_collectives(
-            networks, [signal_ready(filler)] if self.objective.needs_order else []
-        )
+        shards = WeightShards(specs, self.dtype, self.objective.order)
+        return shards, jax.tree.map(keep_row_axes, specs)
 
     # ---- gradients and sums
 
@@ -229,7 +216,7 @@ class Passes:
         """Runs a pass on one shard's micro-batches."""
         objective = self.objective
         counts, filler = objective.compute_counts(batch, mini_batch), filler_token(batch)
-        policy, draft = self._delay_gathering((policy, draft), shards, filler)
+        policy, draft = shards.gather_after(filler, (policy, draft))
         weights, trained_shards = (
             self._select_trained((policy, draft)),
             shards.map_specs(self._select_trained),
@@ -256,7 +243,7 @@ class Passes:
             gathered_weights, scatter_gradients, networks = jax.vjp(
                 gather_networks, weights, has_aux=True
             )
-            pack = pack._replace(tokens=order_after(pack.tokens, shards.signal_gathering(networks)))
+            pack = shards.read_after_gathering(pack, networks)
             if not learning:
                 return carry[0], carry[1].merge_with(
                     compute_loss(gathered_weights, networks, pack, row)[1]
@@ -264,11 +251,7 @@ class Passes:
             (_, sums), gradients = jax.value_and_grad(compute_loss, has_aux=True)(
                 gathered_weights, networks, pack, row
             )
-            (gradients,) = scatter_gradients(
-                trained_shards.order_collectives(
-                    gradients, trained_shards.signal_layer_gradients(gradients)
-                )
-            )
+            (gradients,) = scatter_gradients(trained_shards.scatter_after_layers(gradients))
             return jax.tree.map(jnp.add, carry[0], gradients), carry[1].merge_with(sums)
 
         zero_gradients = jax.tree.map(jnp.zeros_like, weights if learning else (None, None))
@@ -296,14 +279,14 @@ class Passes:
         shards: WeightShards,
     ) -> tuple[Float[Array, "B S"], PlacedBatch]:
         filler, (row_count, row_length) = filler_token(batch), batch.tokens.shape
-        policy, _ = self._delay_gathering((policy, None), shards, filler)
+        policy, _ = shards.gather_after(filler, (policy, None))
 
         def score_micro_batch(
             mini_batch: Int[Array, ""], number: Int[Array, ""], logprobs: Float[Array, "B S"]
         ) -> Float[Array, "B S"]:
             pack, row = gather_pack(batch, mini_batch, number, self.micro_tokens, filler)
             networks = shards.gather_outside_layers(policy, None)
-            pack = pack._replace(tokens=order_after(pack.tokens, shards.signal_gathering(networks)))
+            pack = shards.read_after_gathering(pack, networks)
             pack_logprobs = self.objective.compute_logprobs(networks[0], shards, pack)
             # Labels outside the loss mask get a row past the end, which `mode="drop"` ignores.
             row = jnp.where(pack.loss_mask, row, row_count)
@@ -326,7 +309,7 @@ class Passes:
         logprobs = lax.fori_loop(0, len(batch.plan.micro_batch_count), score_mini_batch, zeros)
         # Later reads of the batch, on any shard, must run after this pass on all shards.
         ready = lax.psum(signal_ready(logprobs).astype(jnp.int32), ROWS)
-        return logprobs, order_batch_after(batch, ready) if self.objective.needs_order else batch
+        return logprobs, batch.read_after(ready, self.objective.order)
 
     # ---- states
 
@@ -334,7 +317,7 @@ class Passes:
         self, policy: Decoder | AdaptedDecoder, batch: PlacedBatch, shards: WeightShards
     ) -> PolicyStates:
         filler, (row_count, row_length) = filler_token(batch), batch.tokens.shape
-        policy, _ = self._delay_gathering((policy, None), shards, filler)
+        policy, _ = shards.gather_after(filler, (policy, None))
         config, mini_batch = policy.config, jnp.int32(0)
         taps = self.objective.taps
 
@@ -344,9 +327,9 @@ class Passes:
         def add_micro_batch(number: Int[Array, ""], states: PolicyStates) -> PolicyStates:
             pack, _ = gather_pack(batch, mini_batch, number, self.micro_tokens, filler)
             networks = shards.gather_outside_layers(policy, None)
-            tokens = order_after(pack.tokens, shards.signal_gathering(networks))
+            pack = shards.read_after_gathering(pack, networks)
             forward = attach_lora(networks[0])(
-                tokens,
+                pack.tokens,
                 pack.positions,
                 taps=taps,
                 first=pack.text_start,
@@ -363,14 +346,6 @@ class Passes:
             add_micro_batch,
             PolicyStates(make_zeros(config.embed), tap_zeros),
         )
-
-
-def order_batch_after(batch: PlacedBatch, *results: Num[Array, ""]) -> PlacedBatch:
-    """Orders later reads of a batch's tokens and loss mask after `results`."""
-    signals = [signal_ready(result) for result in results]
-    return batch.replace(
-        tokens=order_after(batch.tokens, signals), loss_mask=order_after(batch.loss_mask, signals)
-    )
 
 
 def _batch_specs(batch: TrainBatch) -> Any:

@@ -17,11 +17,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxspec.kernels.order import ReadySignal, order_after, signal_ready
+from jaxspec.kernels.order import CollectiveOrder
 from jaxspec.mesh import DATA, ROWS, TENSOR, entry_axes, shard_map_tensor
 from jaxspec.models.decoder import Decoder, Layers
 from jaxspec.models.lora import AdaptedDecoder, attach_lora
-from jaxspec.state import PyTree
+from jaxspec.state import Pack, PyTree
 
 NetworkPair = tuple[PyTree, PyTree]
 """Values of policy and draft: networks, their gradients or their specs."""
@@ -41,8 +41,7 @@ class WeightShards:
     """`PartitionSpec` of every leaf."""
     dtype: str
     """Data type of matrix products."""
-    needs_order: bool
-    """Whether collectives must be ordered by data (see `order.needs_ordering`)."""
+    order: CollectiveOrder
 
     def map_specs(self, select: Callable[[NetworkPair], NetworkPair]) -> "WeightShards":
         """Returns the shards of a part of the networks, such as the trained weights."""
@@ -122,13 +121,11 @@ class WeightShards:
                 for index, leaf in enumerate(leaves)
                 if jnp.issubdtype(leaf.dtype, jnp.floating)
             ]
-            if self.needs_order:
+            if self.order.is_needed:
                 # On CPUs a barrier is removed before the program runs, so data must order it.
                 specs = jax.tree.leaves(self.specs[1])
-                return order_after(
-                    hidden_gradient,
-                    [signal_ready(leaves[index], specs[index]) for index in float_indices],
-                ), gradients
+                results = [(leaves[index], specs[index]) for index in float_indices]
+                return self.order.run_after_shards(hidden_gradient, results), gradients
             hidden_gradient, ordered_leaves = lax.optimization_barrier(
                 (hidden_gradient, [leaves[index] for index in float_indices])
             )
@@ -142,44 +139,44 @@ class WeightShards:
 
     # ---- the order on CPUs
 
-    def signal_gathering(self, networks: NetworkPair) -> list[ReadySignal]:
-        """Signals that weights outside layers are gathered.
+    def gather_after(self, result: Array, networks: NetworkPair) -> NetworkPair:
+        """Returns the networks, which are gathered only once `result` exists.
 
-        The signals cover all but the policy's layers. The list is empty if no order is needed.
+        This covers all but the policy's layers.
         """
-        outside_leaves = [
+        # Otherwise the compiler hoists loop-invariant gathers above `result`.
+        return self._run_outside_layers_after([(result, P())], networks)
+
+    def scatter_after_layers(self, gradients: NetworkPair) -> NetworkPair:
+        """Returns gradients, which outside layers are scattered only after those of layers."""
+        layer_gradients = [
+            (leaf, spec) for leaf, spec, is_layer in self._iterate_leaves(gradients) if is_layer
+        ]
+        return self._run_outside_layers_after(layer_gradients, gradients)
+
+    def read_after_gathering(self, pack: Pack, networks: NetworkPair) -> Pack:
+        """Returns the pack, which is read only once weights outside layers are gathered."""
+        gathered = [
             (leaf, spec)
             for leaf, spec, is_layer in self._iterate_leaves(networks)
             if not is_layer and _weight_split(spec).mesh_axes
         ]
-        return (
-            [signal_ready(leaf, spec) for leaf, spec in outside_leaves] if self.needs_order else []
-        )
+        return pack._replace(tokens=self.order.run_after_shards(pack.tokens, gathered))
 
-    def signal_layer_gradients(self, gradients: NetworkPair) -> list[ReadySignal]:
-        """Signals that gradients of policy layers are ready.
-
-        The list is empty if no order is needed.
-        """
-        return (
-            [
-                signal_ready(leaf, spec)
-                for leaf, spec, is_layer in self._iterate_leaves(gradients)
-                if is_layer
-            ]
-            if self.needs_order
-            else []
-        )
-
-    def order_collectives(self, pair: NetworkPair, signals: list[ReadySignal]) -> NetworkPair:
-        """Orders collectives outside the policy's layers after all `signals`."""
-        if not signals:
-            return pair
-        ordered_leaves = [
-            leaf if is_layer or not _weight_split(spec).mesh_axes else order_after(leaf, signals)
-            for leaf, spec, is_layer in self._iterate_leaves(pair)
+    def _run_outside_layers_after(
+        self, results: list[tuple[Array, P]], pair: NetworkPair
+    ) -> NetworkPair:
+        """Orders collectives outside the policy's layers after `results`."""
+        leaves, structure = jax.tree.flatten(pair)
+        indices = [
+            index
+            for index, (_, spec, is_layer) in enumerate(self._iterate_leaves(pair))
+            if not is_layer and _weight_split(spec).mesh_axes
         ]
-        return jax.tree.unflatten(jax.tree.structure(pair), ordered_leaves)
+        ordered = self.order.run_after_shards([leaves[index] for index in indices], results)
+        for index, leaf in zip(indices, ordered, strict=True):
+            leaves[index] = leaf
+        return jax.tree.unflatten(structure, leaves)
 
     def _iterate_leaves(self, pair: NetworkPair) -> Iterator[tuple[Array, P, bool]]:
         """Yields each leaf, its spec, and a layer flag.

@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import mesh as meshes
-from jaxspec.kernels.order import needs_ordering, order_after, signal_ready
+from jaxspec.kernels.order import CollectiveOrder
 from jaxspec.mesh import row_shard_count
 from jaxspec.metrics.mean import Mean, Metrics, as_means
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layers import cast_floats
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.rl import optimizers
-from jaxspec.rl.accumulate import Passes, order_batch_after
+from jaxspec.rl.accumulate import Passes
 from jaxspec.rl.batch_sums import BatchCounts, BatchSums
 from jaxspec.rl.draft_objective import DraftComparison, DraftObjective, UntrainedDraft
 from jaxspec.rl.loss_terms import KlPenalty, LogprobGap, zero_gap
@@ -84,6 +84,11 @@ class Learner:
         return np.promote_types(self.dtype, np.float32)
 
     @property
+    def order(self) -> CollectiveOrder:
+        """Order of collectives on this mesh."""
+        return CollectiveOrder(self.mesh)
+
+    @property
     def objective(self) -> MicroBatchObjective:
         """Losses of a micro-batch."""
         return MicroBatchObjective(
@@ -92,7 +97,7 @@ class Learner:
             processing=self.processing,
             taps=self.taps,
             accum_dtype=self.accum_dtype,
-            needs_order=needs_ordering(self.mesh),
+            order=self.order,
         )
 
     def for_supervised_texts(
@@ -159,14 +164,8 @@ class Learner:
         def update(
             index: Int[Array, ""], progress: UpdateState
         ) -> tuple[UpdateState, dict[str, Mean]]:
-            ordered_batch = (
-                order_batch_after(placed_batch, progress.updates)
-                if self.objective.needs_order and update_count > 1
-                else placed_batch
-            )
-            return self._update(
-                progress, state.online, ordered_batch, index % mini_batches, enabled
-            )
+            batch = placed_batch.read_after(progress.updates, self.order)
+            return self._update(progress, state.online, batch, index % mini_batches, enabled)
 
         def accumulate_update(
             index: Int[Array, ""] | int, carry: tuple[UpdateState, dict[str, Mean]]
@@ -189,10 +188,8 @@ class Learner:
             means |= progress.gap.metrics | self._rate_metrics(state)
         means |= self._collect_counts(state, placed_batch, progress)
         means = {name: mean.keep_if(enabled) for name, mean in means.items()}
-        version = state.version + enabled.astype(jnp.int32)
         # Work that uses the new version must run after all sums in these metrics.
-        if self.objective.needs_order:
-            version = order_after(version, [signal_ready(leaf) for leaf in jax.tree.leaves(means)])
+        version = self.order.run_after(state.version + enabled.astype(jnp.int32), means)
         recompute = state.recompute
         if self.policy_objective.is_trained:
             factor = means["rollout/probability_factor"].value
@@ -204,13 +201,8 @@ class Learner:
     @jax.named_scope("export")
     def export(self, state: LearnerState) -> ExportedWeights:
         """Returns policy and draft as the generator loads them."""
-        policy = state.policy.network
         # Weights that no update changes must also move between devices after the update.
-        if needs_ordering(self.mesh):
-            ordered_policy = jax.tree.map(
-                lambda leaf: order_after(leaf, [signal_ready(state.version)]), policy
-            )
-            policy = jax.lax.with_sharding_constraint(ordered_policy, self.train_layout(policy))
+        policy = self._pin_layout(self.order.run_after(state.policy.network, state.version))
         return export_weights(policy, state.draft.network, self.dtype, state.version, self.seed)
 
     def evaluate_policy(self, policy: Decoder | AdaptedDecoder, batch: TrainBatch) -> BatchSums:
@@ -325,10 +317,7 @@ class Learner:
                 draft, gradients[1], loss, online & enabled, sums.draft, counts
             )
             metrics |= draft_metrics
-        updates = updates + 1
-        if self.objective.needs_order:
-            signals = [signal_ready(leaf) for leaf in jax.tree.leaves((metrics, gap))]
-            updates = order_after(updates, signals)
+        updates = self.order.run_after(updates + 1, (metrics, gap))
         policy = policy.replace(network=self._pin_layout(policy.network))
         draft = draft.replace(network=self._pin_layout(draft.network))
         return UpdateState(policy, draft, gap, updates), metrics
@@ -353,7 +342,7 @@ class Learner:
                 metrics[f"skipped/{name}"] = network.skipped
                 metrics[f"skipped_in_row/{name}"] = network.skipped_in_row
         if self.policy_objective.is_trained:
-            batch = order_batch_after(batch, final.updates) if self.objective.needs_order else batch
+            batch = batch.read_after(final.updates, self.order)
             is_read = count_tokens_to_read(batch.loss_mask) > 0
             lag = jnp.where(is_read, state.version - batch.version, 0)
             metrics["learner/lag"] = jnp.max(lag)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.kernels.chunks import map_in_chunks
-from jaxspec.kernels.order import enforce_order, order_after, signal_ready
+from jaxspec.kernels.order import CollectiveOrder
 from jaxspec.mesh import ROWS
 from jaxspec.models.decoder import Decoder, DecoderOutput, cast_head, extract_head
 from jaxspec.models.lora import AdaptedDecoder, attach_lora
@@ -182,8 +182,7 @@ class MicroBatchObjective:
     """Layer boundaries whose hidden states the draft reads."""
     accum_dtype: np.dtype
     """Data type of losses and sums."""
-    needs_order: bool
-    """Whether collectives must be ordered by data, as on several CPU devices."""
+    order: CollectiveOrder
 
     def compute_counts(self, batch: TrainBatch, mini_batch: Int[Array, ""]) -> BatchCounts:
         """Computes the counts of a mini-batch over all shards. Runs on each of them."""
@@ -250,9 +249,8 @@ class MicroBatchObjective:
             last_hidden, network = shards.order_draft_backward(forward.hidden, draft)
             forward = forward._replace(hidden=last_hidden)
             hidden = self._unroll_draft(self.draft, network, online, target, forward, pack)
-            if self.needs_order:
-                (hidden,), last_hidden = enforce_order((hidden,), last_hidden)
-                forward = forward._replace(hidden=last_hidden)
+            hidden, last_hidden = self.order.put_in_order(hidden, last_hidden)
+            forward = forward._replace(hidden=last_hidden)
         # Cast once. Inside a chunk the full head would be cast for every chunk, forward and back.
         dtype = target.config.dtype
         target, network = cast_head(target, dtype), cast_head(network, dtype)
@@ -266,9 +264,8 @@ class MicroBatchObjective:
             empty = DraftComparison(*[jnp.zeros(hidden.shape[:3], accum_dtype)] * 3)
             if not isinstance(self.draft, DraftObjective):
                 return logprobs, entropy, empty
-            if self.needs_order:
-                # The draft's collectives are in a `cond` and must follow the policy's.
-                (logprobs, entropy), hidden = enforce_order((logprobs, entropy), hidden)
+            # The draft's collectives are in a `cond` and must follow the policy's.
+            (logprobs, entropy), hidden = self.order.put_in_order((logprobs, entropy), hidden)
             target, logits = detach_policy(target, logits)
             compare = partial(self.draft.compare_depths, network, target)
             return (logprobs, entropy, lax.cond(online, compare, lambda *_: empty, logits, hidden))
@@ -386,8 +383,7 @@ class MicroBatchObjective:
     ) -> Float[Array, "1 T A D"]:
         """Computes the draft head's inputs, zeros if not `online`."""
         target, forward = detach_policy(target, forward)
-        if self.needs_order:
-            pack = pack._replace(tokens=order_after(pack.tokens, [signal_ready(forward.hidden)]))
+        pack = pack._replace(tokens=self.order.run_after(pack.tokens, forward.hidden))
 
         def run_draft(network: PyTree) -> Float[Array, "1 T A D"]:
             return objective.unroll_depths(network, target, forward, pack)

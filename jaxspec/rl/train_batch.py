@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.kernels.order import CollectiveOrder
 from jaxspec.mesh import (
     ROWS,
     replicated_sharding,
@@ -86,6 +87,11 @@ class PlacedBatch(TrainBatch):
             is_current=all_rows,
             reference_logprobs=zeros,
         )
+
+    def read_after(self, results: PyTree, order: CollectiveOrder) -> "PlacedBatch":
+        """Returns the batch, whose tokens and loss mask are read only once `results` exist."""
+        tokens, loss_mask = order.run_after((self.tokens, self.loss_mask), results)
+        return self.replace(tokens=tokens, loss_mask=loss_mask)
 
 
 def response_mask(rollout: Rollout) -> Bool[Array, "B S"]:
@@ -217,9 +223,8 @@ def build_text_batch(
 
     def place_on_mesh(values: Any, sharding: Any) -> jax.Array:
         host = np.asarray(values)
-        return from_host_values(
-            jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=sharding), host
-        )
+        shape = jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=sharding)
+        return from_host_values(shape, host)
 
     return jax.tree.map(place_on_mesh, batch, layout)
 
@@ -249,9 +254,8 @@ def empty_plan(row_count: int, mini_batch_count: int = 1) -> PackingPlan:
 def move_rows_to_plan(batch: TrainBatch, shard_count: int) -> TrainBatch:
     """Moves every row to its place in the plan. Runs inside a `shard_map`."""
     plan = batch.plan
-    return gather_from_shards(batch.replace(plan=None), plan.row_order, shard_count).replace(
-        plan=plan
-    )
+    rows = gather_from_shards(batch.replace(plan=None), plan.row_order, shard_count)
+    return rows.replace(plan=plan)
 
 
 def gather_from_shards(tree: PyTree, order: Int[Array, " n"], shard_count: int) -> PyTree:

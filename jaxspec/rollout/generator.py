@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxspec.drafts import draft_temperature, schedule
 from jaxspec.drafts.base import PLAIN, Draft
 from jaxspec.inputs.streams import stream_key
-from jaxspec.kernels.order import needs_ordering, order_after, signal_all_ready, signal_ready
+from jaxspec.kernels.order import CollectiveOrder
 from jaxspec.mesh import (
     DATA,
     ROLLOUT_RULES,
@@ -239,11 +239,9 @@ class Generator:
         Also chooses the draft's temperatures. The weights must be on this generator's mesh.
         """
         networks = to_rollout_layout((exported.policy, exported.draft), self.mesh)
-        version = exported.version
         # Prefill does not read all weights. Without this order, its collectives could run in
         # parallel with those that gather the other weights.
-        if needs_ordering(self.mesh):
-            version = order_after(version, [signal_all_ready(networks, self.mesh)])
+        version = CollectiveOrder(self.mesh).run_after_networks(exported.version, networks)
         target, network = map(apply_layout, networks, self.weight_layouts)
         factor_index = draft_temperature.choose_factors(state.overlap_by_factor, self.settings.grid)
         drafter = Drafter(network=network, factor_index=factor_index, chooser=state.chooser)
@@ -257,9 +255,8 @@ class Generator:
     def generate(self, weights: RolloutWeights, prompts: Prompts) -> Rollout:
         """Answers every prompt, in one program."""
         # The version exists once all weights are loaded.
-        if needs_ordering(self.mesh):
-            lengths = order_after(prompts.lengths, [signal_ready(weights.version)])
-            prompts = prompts.replace(lengths=lengths)
+        lengths = CollectiveOrder(self.mesh).run_after(prompts.lengths, weights.version)
+        prompts = prompts.replace(lengths=lengths)
         rollout = generation.generate_sharded(
             weights.target,
             weights.drafter,

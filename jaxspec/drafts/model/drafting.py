@@ -16,7 +16,7 @@ from jaxspec.drafts.base import (
     block_positions,
 )
 from jaxspec.drafts.pieces import Pieces
-from jaxspec.kernels.order import order_after, signal_ready
+from jaxspec.kernels.order import add_dependency, signal_ready
 from jaxspec.mesh import max_over_experts
 from jaxspec.models.cache import KVCache
 from jaxspec.models.decoder import Decoder, DecoderOutput
@@ -56,7 +56,7 @@ def model_draft(max_draft_length: int) -> Draft:
             network, cache, context, state.cached_length, pending_start, max_draft_length + 1
         )
         # Later collectives over `tensor` must run after those of that loop (see `order.py`).
-        pending_start = order_after(pending_start, [signal_ready(cached_length)])
+        pending_start = add_dependency(pending_start, [signal_ready(cached_length)])
         # Two positions in every row, so that the shape is static.
         output = _run_block(network, cache, context, pending_start, 2)
         last_position = (context.lengths - 1)[:, None]
