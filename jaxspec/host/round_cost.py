@@ -22,7 +22,7 @@ from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import EXPERT, TENSOR, replicated_sharding, row_shard_count
 from jaxspec.processes.devices import describe_machine
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.feedback import length_chooser
+from jaxspec.rollout.feedback import cost_table, length_chooser
 from jaxspec.rollout.generator import Generator
 from jaxspec.rollout.settings import Settings
 from jaxspec.state import (
@@ -141,7 +141,7 @@ def _force_length(
 ) -> RolloutWeights:
     """Returns weights whose chooser always takes one length."""
     # A table in which one length is cheapest makes the run's own program choose that length.
-    cost = jnp.asarray(length_chooser.single_length_cost(empty.round_cost.shape, length_index))
+    cost = jnp.asarray(cost_table.single_length_cost(empty.round_cost.shape, length_index))
     chooser = jax.device_put(
         LengthChooser(acceptance=empty.acceptance, round_cost=cost), replicated_sharding(mesh)
     )
@@ -183,7 +183,7 @@ def _time_lengths(
       bind_length: (length index, decode state) -> function that runs rounds from there.
     """
     for loop, live in enumerate((settings.slots, *settings.tail)):
-        for context, context_end in enumerate(length_chooser.context_buckets(longest)):
+        for context, context_end in enumerate(cost_table.context_buckets(longest)):
             state = start_workload(live, context_end)
             for length_index, length in enumerate(settings.lengths):
                 cost[length_index, loop:, context] = _time_round(
@@ -227,7 +227,7 @@ def _time_round(run: RunRounds, rounds: int) -> float:
     ]
     # Other programs can only slow a call down, so the minimum is the best estimate.
     short_seconds, long_seconds = (min(times) for times in zip(*pairs, strict=True))
-    return length_chooser.compute_round_seconds(short_seconds, long_seconds, rounds)
+    return cost_table.compute_round_seconds(short_seconds, long_seconds, rounds)
 
 
 # ---- by public figures
@@ -242,7 +242,7 @@ def predict_chooser(generator: Generator, weights: RolloutWeights) -> LengthChoo
     cost = load_costs(cost_file(generator, generator.prompt_length), empty.round_cost.shape)
     if not cost.any():
         settings = generator.settings
-        cost = length_chooser.predict_costs(
+        cost = cost_table.predict_costs(
             _find_devices(generator.mesh),
             weights.target,
             weights.drafter.network,

@@ -23,7 +23,7 @@ from jaxspec.rollout.decode_state import (
     has_unread_text,
     rows_of_slots,
 )
-from jaxspec.rollout.feedback import length_chooser
+from jaxspec.rollout.feedback import cost_table, length_chooser
 from jaxspec.rollout.round import run_round
 from jaxspec.rollout.settings import Settings
 from jaxspec.state import RUNNING, Drafter
@@ -128,7 +128,7 @@ def _build_rounds(
             case length_chooser.ChosenLengths() as chosen:
                 return _run_chosen_lengths(
                     run_one_round,
-                    lambda state: _choose_next_length(chosen, state, loop),
+                    lambda state: _choose_next_length(chosen, state, loop, settings.max_new_tokens),
                     should_continue,
                     state,
                     chosen.lengths,
@@ -220,7 +220,7 @@ def _run_chosen_lengths(
 
 
 def _choose_next_length(
-    chosen: length_chooser.ChosenLengths, state: DecodeState, loop: int
+    chosen: length_chooser.ChosenLengths, state: DecodeState, loop: int, max_new_tokens: int
 ) -> length_chooser.LengthChoice:
     """Returns the draft length of the next round."""
     round_cost = chosen.chooser.round_cost
@@ -228,7 +228,7 @@ def _choose_next_length(
     # Attention reads the caches of all slots up to the longest row. Expert members must agree on
     # the length.
     longest = max_over_experts(jnp.max(jnp.where(active_slots(state), lengths, 0)))
-    bucket_ends = length_chooser.context_buckets(state.rollout.tokens.shape[1])
+    bucket_ends = cost_table.context_buckets(state.rollout.tokens.shape[1])
     context_index = jnp.minimum(
         jnp.sum(jnp.asarray(bucket_ends, jnp.int32) < longest, dtype=jnp.int32),
         round_cost.shape[2] - 1,
@@ -236,5 +236,23 @@ def _choose_next_length(
     # The table has a limited number of loops. Later ones cost as much as its last.
     cost = round_cost[:, min(loop, round_cost.shape[1] - 1), context_index]
     return length_chooser.choose_length(
-        jax.tree.map(lambda leaf: leaf[0], state.acceptance), cost, chosen.lengths
+        jax.tree.map(lambda leaf: leaf[0], state.acceptance),
+        cost,
+        chosen.lengths,
+        _remaining_work(state, max_new_tokens),
+    )
+
+
+def _remaining_work(state: DecodeState, max_new_tokens: int) -> length_chooser.RemainingWork:
+    """Returns the rows that end together, and the tokens left to them."""
+    rollout = state.rollout
+    running = rollout.status == RUNNING
+    new_tokens = rollout.lengths - rollout.prompt_lengths
+    row_count = jnp.where(
+        jnp.any(running & state.queue.waiting), 1, jnp.sum(running, dtype=jnp.int32)
+    )
+    tokens = jnp.max(jnp.where(running, max_new_tokens - new_tokens, 0))
+    # Expert members run in lockstep, and must agree on the length.
+    return length_chooser.RemainingWork(
+        max_over_experts(jnp.maximum(row_count, 1)), max_over_experts(tokens)
     )

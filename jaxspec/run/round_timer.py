@@ -12,8 +12,8 @@ from jaxspec.host.round_cost import broadcast_table, cost_file, load_costs
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import replicated_sharding, row_shard_count
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.feedback import length_chooser
-from jaxspec.rollout.feedback.length_chooser import TimedCosts
+from jaxspec.rollout.feedback import cost_table
+from jaxspec.rollout.feedback.cost_table import TimedCosts
 from jaxspec.rollout.generator import Generator
 from jaxspec.state import (
     LengthChooser,
@@ -41,11 +41,11 @@ class RoundTimer:
     def __init__(self, generator: Generator, slice_rounds: int = ALL_ROUNDS) -> None:
         self._slice_rounds, settings = slice_rounds, generator.settings
         self._file = cost_file(generator, generator.prompt_length)
-        self._context_ends = length_chooser.context_buckets(generator.row_length)
-        self._tail = settings.tail[: length_chooser.MAX_LOOPS - 1]
+        self._context_ends = cost_table.context_buckets(generator.row_length)
+        self._tail = settings.tail[: cost_table.MAX_LOOPS - 1]
         shard_count = row_shard_count(generator.mesh)
         self._find_busiest = jax.jit(
-            functools.partial(length_chooser.summarize_load, shards=shard_count),
+            functools.partial(cost_table.summarize_load, shards=shard_count),
             out_shardings=replicated_sharding(generator.mesh),
         )
         self._times_next = False
@@ -107,7 +107,7 @@ class RoundTimer:
             rounds = np.int32(min(self._slice_rounds, CHECK_INTERVAL))
             return advance(_with_costs(weights, costs.table), decode_state, rounds)
         seconds = []
-        forced_cost = length_chooser.single_length_cost(costs.table.shape, length_index)
+        forced_cost = cost_table.single_length_cost(costs.table.shape, length_index)
         forced_weights = _with_costs(weights, forced_cost)
         # The first call loads the kernels of the length, and lets its draft catch up on tokens. The
         # second and third differ by TIMED_ROUNDS, which cancels the fixed cost of a call.

@@ -22,7 +22,7 @@ from jaxspec.config.presets import QWEN3_8B, QWEN3_30B_A3B, spec_without_checkpo
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mtp import Mtp
-from jaxspec.rollout.feedback.length_chooser import context_buckets, predict_costs
+from jaxspec.rollout.feedback.cost_table import context_buckets, predict_costs
 from tests.conftest import eagle3
 
 H100 = GeneratorDevices(HARDWARE["h100"])

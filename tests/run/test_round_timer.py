@@ -26,7 +26,7 @@ from jaxspec.host.round_cost import predict_chooser
 from jaxspec.inputs.streams import Stream
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout.decode_state import DecodeState
-from jaxspec.rollout.feedback.length_chooser import TIMINGS_PER_COST, TimedCosts
+from jaxspec.rollout.feedback.cost_table import TIMINGS_PER_COST, TimedCosts
 from jaxspec.rollout.generator import Generator
 from jaxspec.run import round_timer
 from jaxspec.run.round_timer import TIMED_ROUNDS, RoundTimer
