@@ -137,6 +137,7 @@ class Reader:
     def measure(self, name: str, words: list[str]) -> None:
         if name == "drafts":
             _, rest = take_option(words, name, "rows", "N", "512")
+            _, rest = take_option(rest, name, "drafts", "NAMES", "")
             load_config(rest, "bench drafts", "", drafts.SWEPT_SETTINGS)
         else:
             self.needs(getattr(override_settings(BENCHES[name], words, name, ""), "model", ""))
@@ -272,6 +273,7 @@ def test_every_option_that_the_documents_name_exists() -> None:
         "version",
         "rows",
         "generic",
+        "drafts",
         "slow",
         "sweep",
         "signal",

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from jaxspec.bench import drafts as bench
 from jaxspec.bench.__main__ import main
-from jaxspec.bench.variant_bench import VariantBench
 from jaxspec.bench.variants import VARIANTS, DraftVariant, apply_variant
 from jaxspec.config.settings import (
     OfflineConfig,
@@ -175,31 +174,6 @@ def test_a_head_in_the_config_is_referred_to_the_option() -> None:
     job = dataclasses.replace(job, config=dataclasses.replace(job.config, rollout=rollout))
     with Interrupt() as interrupt, pytest.raises(ConfigError, match="give --generic head instead"):
         bench.compare_drafts(job, interrupt, 16)
-
-
-@pytest.mark.slow
-def test_all_drafts_answer_every_batch_in_turn(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    answered: list[tuple[str, int]] = []
-    measure = VariantBench.measure_batch
-
-    def record(variant_bench: VariantBench, prompts: Prompts) -> None:
-        before = variant_bench.seconds
-        measure(variant_bench, prompts)
-        answered.append((variant_bench.variant.name, int(prompts.batch)))
-        assert variant_bench.seconds > before
-
-    monkeypatch.setattr(VariantBench, "measure_batch", record)
-    config = dataclasses.replace(CONFIG, offline=OfflineConfig())
-    variants = [variant for variant in VARIANTS if variant.name in ("none", "ngram", "history")]
-    with Interrupt() as interrupt:
-        bench.compare_drafts(make_job(config, small_mesh()), interrupt, 40, variants=variants)
-    batches = range(bench.TUNING_CALLS, bench.TUNING_CALLS + 3)
-    assert answered == [(name, batch) for batch in batches for name in ("none", "ngram", "history")]
-    line = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert [row["draft"] for row in line["rows"]] == ["none", "ngram", "history"]
-    assert line["answers"] == 48
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,23 @@
 """The drafts that are compared: each fits the config, and the generic one is what it is to be."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from jaxspec.bench import drafts
+from jaxspec.bench.variant_bench import VariantBench
 from jaxspec.bench.variants import VARIANTS, DraftVariant, apply_variant
 from jaxspec.config.check import check_config
 from jaxspec.config.settings import DraftConfig, OfflineConfig
 from jaxspec.drafts.eagle3.settings import Eagle3Config
+from jaxspec.host.job import make_job
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.state import Prompts
+from jaxspec.system.interrupt import Interrupt
 from tests.bench.compared import CONFIG, head
+from tests.conftest import small_mesh
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
@@ -75,3 +82,28 @@ def test_the_generic_draft_is_trained_on_a_text_or_is_a_head_that_is_ready(tmp_p
         apply_variant(
             DraftVariant("eagle3-generic", "eagle3", is_generic=True), config, str(folder)
         )
+
+
+@pytest.mark.slow
+def test_all_drafts_answer_every_batch_in_turn(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answered: list[tuple[str, int]] = []
+    measure = VariantBench.measure_batch
+
+    def record(variant_bench: VariantBench, prompts: Prompts) -> None:
+        before = variant_bench.seconds
+        measure(variant_bench, prompts)
+        answered.append((variant_bench.variant.name, int(prompts.batch)))
+        assert variant_bench.seconds > before
+
+    monkeypatch.setattr(VariantBench, "measure_batch", record)
+    config = dataclasses.replace(CONFIG, offline=OfflineConfig())
+    variants = [variant for variant in VARIANTS if variant.name in ("none", "ngram", "history")]
+    with Interrupt() as interrupt:
+        drafts.compare_drafts(make_job(config, small_mesh()), interrupt, 40, variants=variants)
+    batches = range(drafts.TUNING_CALLS, drafts.TUNING_CALLS + 3)
+    assert answered == [(name, batch) for batch in batches for name in ("none", "ngram", "history")]
+    line = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [row["draft"] for row in line["rows"]] == ["none", "ngram", "history"]
+    assert line["answers"] == 48
