@@ -122,7 +122,7 @@ class ProgramCosts(NamedTuple):
     """Data-dependent loops of all phases."""
 
     def largest_loop(self, phase: str, scope: str = "") -> DynamicLoop | None:
-        """Finds the loop with the most products per iteration, if there is one.
+        """Finds the loop with the most FLOPs per iteration, if there is one.
 
         Args:
           phase: phase of the loop.

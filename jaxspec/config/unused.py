@@ -330,9 +330,9 @@ def refuse_unused_settings(
 ) -> None:
     """Raises ConfigError for named settings without effect.
 
-    Settings from a config file are accepted, and so are values equal to the default. Without
-    `with_draft`, rules for drafts are skipped, for programs that try several kinds. The message
-    names the settings, and those that disable them.
+    Settings from a config file are accepted, and so are values equal to the default unless a
+    checkpoint's files override them. Without `with_draft`, rules for drafts are skipped, for
+    programs that try several kinds. The message names the settings, and those that disable them.
     """
     rules = GENERAL_RULES + (list_draft_rules() if with_draft else ())
     defaults, values = flatten_settings(to_json(Config())), flatten_settings(to_json(config))
@@ -345,7 +345,7 @@ def refuse_unused_settings(
         active_names = [
             name
             for name in candidates
-            # Files replace a setting even where it equals the default.
+            # A checkpoint's files override a setting even if it equals the default.
             if name not in reported and (rule.set_by_files or values[name] != defaults.get(name))
         ]
         unused_names = [

@@ -118,7 +118,7 @@ def _forward(
     """Computes the results and their residuals."""
     batch, length, heads, _ = query.shape
     kv_heads, accum_dtype = key.shape[2], _accum_dtype(query)
-    keys, values = _to_key_blocks(key), _to_key_blocks(value)
+    keys, values = _split_key_blocks(key), _split_key_blocks(value)
 
     def attend_block(_: None, tiles: _QueryTiles) -> tuple[None, tuple[Array, Array]]:
         def add_block(
@@ -168,7 +168,7 @@ def _backward(
     query, key, value, output, log_sum, first, last = residuals
     batch, length, heads, size = query.shape
     kv_heads, accum_dtype = key.shape[2], _accum_dtype(query)
-    keys, values = _to_key_blocks(key), _to_key_blocks(value)
+    keys, values = _split_key_blocks(key), _split_key_blocks(value)
     scale = np.asarray(size**-0.5, accum_dtype)
     # If a caller merges a log-sum-exp of -inf, its gradient may be NaN. 0 x NaN would then spread
     # to all keys.
@@ -212,7 +212,7 @@ def _backward(
     inputs = tiles, to_tiles(d_output), to_tiles(base[..., None]), to_tiles(shift[..., None])
     zeros = jnp.zeros(keys.shape, accum_dtype)
     sums, d_query = lax.scan(differentiate_block, (zeros, zeros), inputs)
-    d_key, d_value = (_from_key_blocks(leaf, *key.shape[:2]).astype(key.dtype) for leaf in sums)
+    d_key, d_value = (_merge_key_blocks(leaf, *key.shape[:2]).astype(key.dtype) for leaf in sums)
     return _from_tiles(d_query, batch, length, heads), d_key, d_value, None, None
 
 
@@ -304,14 +304,14 @@ def _from_tiles(
     return by_head.transpose(0, 4, 1, 3, 2).reshape(batch, -1, heads, size)[:, :length]
 
 
-def _to_key_blocks(array: Float[Array, "B T M H"]) -> Float[Array, "c M s H"]:
+def _split_key_blocks(array: Float[Array, "B T M H"]) -> Float[Array, "c M s H"]:
     """Splits padded rows of keys or values into blocks."""
     _, length, kv_heads, size = array.shape
     padded = jnp.pad(array, ((0, 0), (0, -length % BLOCK), (0, 0), (0, 0)))
     return padded.reshape(-1, BLOCK, kv_heads, size).swapaxes(1, 2)
 
 
-def _from_key_blocks(
+def _merge_key_blocks(
     blocks: Float[Array, "c M s H"],
     batch: int,
     length: int,

@@ -122,7 +122,7 @@ class Layers(nnx.Module):
 def project_heads(
     normed: Float[Array, "B T D"], layer: Layers, table: RotaryTable, eps: float
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T M H"], Float[Array, "B T M H"]]:
-    """Projects to rotated queries and keys, and values."""
+    """Computes rotated queries and keys, and values."""
     if layer.qkv is not None:
         return _project_fused(normed, layer.qkv, layer, table, eps)
     query = _add_bias(apply_weight(normed, layer.query), layer.query_bias)

@@ -12,7 +12,7 @@ from jaxspec.processes.meeting import WAIT_VARIABLE, meet_processes
 from jaxspec.processes.places import (
     REMEDY,
     detect_member,
-    is_multiprocess_job,
+    is_multiprocess_scheduler_job,
     member_from_variables,
     require_no_jax_variables,
 )
@@ -42,7 +42,7 @@ def join_job(job_values: Mapping[str, Any]) -> None:
     wait_seconds = environment_number(WAIT_VARIABLE, minimum=1) or 300
     member = member_from_variables()
     if member is None:
-        if not is_multiprocess_job():
+        if not is_multiprocess_scheduler_job():
             return require_no_jax_variables()
         member = detect_member(wait_seconds)
     # With None, `jax.distributed` detects the values itself.

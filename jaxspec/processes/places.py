@@ -55,7 +55,7 @@ def member_from_variables() -> JobMember | None:
     return JobMember(coordinator, process_count, process_id)
 
 
-def is_multiprocess_job() -> bool:
+def is_multiprocess_scheduler_job() -> bool:
     """Returns whether a scheduler's variables name several processes."""
     task_count = (
         environment_number("SLURM_NTASKS", 1) or environment_number("OMPI_COMM_WORLD_SIZE", 1) or 1

@@ -307,8 +307,9 @@ class Keeper:
 
     def _send_answers(self) -> None:
         """Sends the answers of complete batches that are requested."""
-        # Waits for one worker to be ready, so that a batch without tasks reports a failed import.
         for batch_id, batch in list(self._batches.items()):
+            # Held back until one worker is ready, so that a failed import is reported even without
+            # tasks.
             if batch.is_requested and not batch.pending_count and self._has_started:
                 del self._batches[batch_id]
                 answers = {"batch": batch_id, "answers": batch.answers}

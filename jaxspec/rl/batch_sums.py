@@ -35,7 +35,7 @@ class BatchSums(NamedTuple):
         return sums._replace(gap=self.gap.merge_with(other.gap), maxima=maxima)
 
     def sum_over_shards(self) -> "BatchSums":
-        """Sums over all data shards. Runs on each of them."""
+        """Sums over all row shards. Takes the maximum of maxima. Runs inside `shard_map_rows`."""
         max_gap, maxima = lax.pmax((self.gap.max_absolute, self.maxima), ROWS)
         sums = lax.psum(self, ROWS)
         return sums._replace(gap=sums.gap._replace(max_absolute=max_gap), maxima=maxima)

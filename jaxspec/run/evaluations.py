@@ -54,7 +54,7 @@ class StateAnswerer(Protocol):
 
 @dataclasses.dataclass
 class StepAnswerer:
-    """Answers prompts by the program of the run's step."""
+    """Answers prompts with the run's own step program."""
 
     schedule: StepSchedule
     scorer: RolloutScorer

@@ -105,7 +105,7 @@ def test_slurm_gives_each_gpu_a_process_that_knows_its_place(
         with monkeypatch.context() as there:
             alone(there, variables)
             assert places.member_from_variables() is None
-            assert places.is_multiprocess_job()
+            assert places.is_multiprocess_scheduler_job()
             place = places.detect_member(1)
         assert place is not None
         assert (place.coordinator.partition(":")[0], *place[1:]) == ("node00", 32, number)

@@ -71,8 +71,8 @@ def list_values(text: str) -> tuple[str, ...]:
 def _extract_statement(text: str) -> str | None:
     """Reduces a text to its formulas and words.
 
-    The delimiters of formulas are removed, and words beside formulas are put into \\text{}. Returns
-    None if prose separates several formulas.
+    The delimiters of formulas are removed, and words beside formulas are put into \\text{}. Text
+    before "the answer is" is dropped. Returns None if prose separates several formulas.
     """
     text = _POLITE_ENDING.sub("", text)
     phrases = list(_ANSWER_PHRASE.finditer(text))

@@ -86,7 +86,7 @@ class StepMode(NamedTuple):
     def network_shapes(self) -> tuple[Any, Any]:
         """Returns abstract policy and draft. The draft of a plain step is None.
 
-        A policy that gets adapters has the dtype of products.
+        With LoRA, the policy is the frozen base, in the dtype of matrix products.
         """
         step = build_step(_step_config(self.options), self.plan.mesh, (), self.options.vocab)
         policy, draft = jax.eval_shape(lambda: (step.init_policy(), step.init_draft()))

@@ -70,7 +70,7 @@ class _PhaseStepper:
         del weights, decode_state
         rollout_figures = _describe_rollout(rollout)
         finished = self.mode.score_rollout(rollout, call_index)
-        # Only before the first update, when rollout and learner have the same policy.
+        # Measured in the first step only. Until "learn", rollout and learner have the same policy.
         if self.gap is None:
             mean, largest = programs["logprobs"](self.state, finished)
             self.gap = float(mean), float(largest)
