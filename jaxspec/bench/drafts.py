@@ -53,7 +53,11 @@ GENERIC_TEXT = "generic"
 """The built-in text, as in `offline.text`."""
 TUNING_CALLS = 4
 """Calls that tune the draft temperatures, on prompts that are not measured."""
-USED_SETTINGS = f"{DRAFT_SETTINGS} batch.group_size rollout.draft.temperature rollout.lookup."
+# A group of one answer, as of a single row, needs another baseline.
+USED_SETTINGS = (
+    f"{DRAFT_SETTINGS} batch.group_size advantage.baseline rollout.draft.temperature"
+    " rollout.lookup."
+)
 """Settings that this program reads. It sets those in `SWEPT_SETTINGS` itself."""
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from jaxspec.bench import drafts
 from jaxspec.bench.variant_bench import VariantBench
-from jaxspec.bench.variants import VARIANTS, DraftVariant, apply_variant
+from jaxspec.bench.variants import SWEPT_SETTINGS, VARIANTS, DraftVariant, apply_variant
 from jaxspec.config.check import check_config
+from jaxspec.config.cli import load_config
 from jaxspec.config.settings import DraftConfig, OfflineConfig
 from jaxspec.drafts.eagle3.settings import Eagle3Config
 from jaxspec.host.job import make_job
@@ -82,6 +83,13 @@ def test_the_generic_draft_is_trained_on_a_text_or_is_a_head_that_is_ready(tmp_p
         apply_variant(
             DraftVariant("eagle3-generic", "eagle3", is_generic=True), config, str(folder)
         )
+
+
+def test_one_row_at_a_time_can_be_measured() -> None:
+    argv = ["--config", "rl_think.py", "--batch.prompts", "1", "--batch.group_size", "1"]
+    argv += ["--advantage.baseline", "none"]
+    config, _ = load_config(argv, "bench drafts", "", SWEPT_SETTINGS, drafts.USED_SETTINGS)
+    assert config.batch.prompts * config.batch.group_size == 1
 
 
 @pytest.mark.slow
