@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,8 @@ class StallWatch:
         self._finished_streaks: list[Streak] = []
         self._first_records: list[Mapping[str, Any]] = []
         self._recent_records: deque[Mapping[str, Any]] = deque(maxlen=PATIENCE)
+        self._streak_rewards: set[tuple[float, float]] = set()
+        """Means and deviations of the rewards of batches in which no answer was better."""
         self._falling_values: dict[str, list[float]] = {}
         """Values of each evaluation metric since it last rose."""
 
@@ -171,19 +173,20 @@ class StallWatch:
         # A batch without rewards (None or NaN) neither continues nor ends a streak.
         if mean is None or mean != mean:
             return {}
-        all_equal, groups_equal = std == 0, record.get("reward/frac_zero_std") == 1
-        cause = _explain_equal_rewards(record)
-        # Equal rewards of the whole batch imply equal rewards in each group: only one is reported.
-        return {
-            "equal": f"all rewards are {mean:.3g}, so that no answer is better than another."
-            f" {cause}"
-            if all_equal
-            else "",
-            "groups": f"in no group do rewards differ (their mean is {mean:.3g}), so that nothing"
-            f" is learned. {cause}"
-            if groups_equal and not all_equal and self._by_group
-            else "",
-        }
+        groups_equal = record.get("reward/frac_zero_std") == 1
+        if not (std == 0 or (groups_equal and self._by_group)):
+            self._streak_rewards.clear()
+            return {"rewards": ""}
+        self._streak_rewards.add((mean, std))
+        # Batches of one group differ from each other even where no group has two rewards.
+        if std == 0 and len(self._streak_rewards) == 1:
+            observation = f"all rewards are {mean:.3g}"
+        else:
+            unit = "group" if self._by_group else "batch"
+            average = _mean_metric(self._recent_records, "reward/mean")
+            observation = f"in no {unit} do rewards differ (their mean is {average:.3g})"
+        cause = _explain_equal_rewards(self._recent_records)
+        return {"rewards": f"{observation}, so that no answer is better than another. {cause}"}
 
     def _collapse_signs(self) -> dict[str, str]:
         """Checks for a collapse of entropy or length."""
@@ -250,17 +253,21 @@ def _mean_metric(records: Any, name: str) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def _explain_equal_rewards(record: Mapping[str, Any]) -> str:
-    """Names the likeliest reason for equal rewards."""
-    row_count = sum(record.get(f"status/{name}", 0) for name in ("eos", "length", "failed"))
-    if record.get("reward/no_answer", 0) > 0.5:
-        cut_share = record.get("status/length", 0) / max(row_count, 1)
+def _explain_equal_rewards(records: Collection[Mapping[str, Any]]) -> str:
+    """Names the likeliest reason for equal rewards in batches."""
+    shares = {
+        name: _mean_metric(records, name)
+        for name in ("reward/no_answer", "reward/correct", "status/length")
+    }
+    row_count = sum(_mean_metric(records, f"status/{name}") for name in ("eos", "length", "failed"))
+    if shares["reward/no_answer"] > 0.5:
+        cut_share = shares["status/length"] / max(row_count, 1)
         return (
-            f"No answer was found in {record['reward/no_answer']:.0%} of the responses"
+            f"No answer was found in {shares['reward/no_answer']:.0%} of the responses"
             f" ({cut_share:.0%} were cut): see --data.answer_style, --data.instruction,"
             " --rollout.max_new_tokens and samples.jsonl"
         )
-    if record.get("reward/correct", 0) > 0.5:
+    if shares["reward/correct"] > 0.5:
         return "The problems are too easy for this policy: give harder ones"
     return (
         "The problems are too hard for this policy, or the reward does not see its answers: read"

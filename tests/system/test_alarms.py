@@ -104,6 +104,20 @@ def test_groups_without_different_rewards() -> None:
     assert said(lines, by_group=False) == []
 
 
+@pytest.mark.parametrize(("right", "words"), [(0.6, "too easy"), (0.4, "too hard")])
+def test_batches_of_one_group_are_summed_up_as_they_are(right: float, words: str) -> None:
+    equal = {"reward__std": 0.0, "reward__frac_zero_std": 1.0}
+    means = [float(step < right * PATIENCE) for step in range(PATIENCE)]
+    lines = [
+        healthy(step, reward__mean=mean, reward__correct=mean, **equal)
+        for step, mean in enumerate(means)
+    ]
+    for by_group, unit in ((True, "group"), (False, "batch")):
+        (line,) = said(lines, by_group=by_group)
+        assert f"in no {unit} do rewards differ (their mean is {right})" in line
+        assert words in line
+
+
 def test_batches_without_any_reward_end_no_spell() -> None:
     lines = [healthy(step, reward__std=0.0) for step in range(PATIENCE + 1)]
     for unknown in (None, float("nan")):
