@@ -37,7 +37,7 @@ def driven(data: int = 1, expert: int = 1, tensor: int = 1, **options: Any) -> R
 @pytest.mark.parametrize(
     ("data", "expert", "tensor", "options"),
     [
-        (1, 2, 2, {}),
+        pytest.param(1, 2, 2, {}, marks=pytest.mark.slow),
         pytest.param(2, 4, 1, {"model": NARROW}, marks=pytest.mark.sweep),
         pytest.param(1, 4, 1, {"engine": FEW_SLOTS}, marks=pytest.mark.sweep),
         pytest.param(2, 2, 1, {"lora": LoraConfig(rank=2)}, marks=pytest.mark.sweep),

@@ -223,6 +223,7 @@ class TestFittingTheEngine:
         with pytest.raises(ConfigError, match=r"at least 24.*less with"):
             machine.fit(monkeypatch, engine_config(page_size=4), 200_000)
 
+    @pytest.mark.slow
     def test_real_programs_are_fitted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config = engine_config(page_size=4, tokens=63, tail=False)  # one loop compiles faster
         step = engine_step(config)

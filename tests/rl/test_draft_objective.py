@@ -306,7 +306,10 @@ def test_chunks_change_nothing(
     np.testing.assert_allclose(found_slope, slope, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3 of two layers", "mtp"])
+@pytest.mark.parametrize(
+    "kind",
+    ["eagle3", pytest.param("eagle3 of two layers", marks=pytest.mark.slow), "mtp"],
+)
 def test_depths_run_only_where_a_label_is_learnt_change_nothing(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

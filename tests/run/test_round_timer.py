@@ -235,6 +235,7 @@ def test_rounds_that_were_not_all_run_are_no_measurement() -> None:
     assert not costs.has_all_lengths
 
 
+@pytest.mark.slow
 def test_a_run_from_another_machine_times_its_next_rollout() -> None:
     at = engine()
     ready, later = weights(at.generator, alike=True), at.prompts.replace(batch=jnp.int32(5))
