@@ -1,7 +1,7 @@
 """The rollout engine.
 
 `begin` prefills, `advance` runs rounds of draft, verify and commit, and `collect` returns the
-rollout. They work on the rows of one shard.
+rollout. They work on the rows of one shard, in slices of rounds.
 
 `begin_sharded` and `advance_sharded` run them on every shard of a mesh. `generate_sharded` makes a
 whole rollout in one program. Shards that differ only in `expert` run in lockstep.
@@ -42,7 +42,8 @@ def advance(
 ) -> DecodeState:
     """Runs up to `max_rounds` rounds, or until all rows end.
 
-    Slices give the same tokens as one long call. `is_prefilled` says whether all prompts are read.
+    Slices give the same tokens as one long call. `is_prefilled` says whether `begin` has read the
+    prompts of paged caches.
     """
     # Without a limit, `max_rounds` is the largest integer. The sum must not overflow.
     round_limit = state.round[0] + jnp.minimum(

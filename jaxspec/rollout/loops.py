@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.drafts.base import Draft
-from jaxspec.mesh import max_over_experts
+from jaxspec.mesh import max_over_experts, sum_over_experts
 from jaxspec.models.decoder import Decoder
 from jaxspec.rollout import slots
 from jaxspec.rollout.decode_state import (
@@ -228,31 +228,31 @@ def _choose_next_length(
     # Attention reads the caches of all slots up to the longest row. Expert members must agree on
     # the length.
     longest = max_over_experts(jnp.max(jnp.where(active_slots(state), lengths, 0)))
-    bucket_ends = cost_table.context_buckets(state.rollout.tokens.shape[1])
-    context_index = jnp.minimum(
-        jnp.sum(jnp.asarray(bucket_ends, jnp.int32) < longest, dtype=jnp.int32),
-        round_cost.shape[2] - 1,
-    )
+    context_index = cost_table.find_context_index(longest, state.rollout.tokens.shape[1])
     # The table has a limited number of loops. Later ones cost as much as its last.
     cost = round_cost[:, min(loop, round_cost.shape[1] - 1), context_index]
-    return length_chooser.choose_length(
-        jax.tree.map(lambda leaf: leaf[0], state.acceptance),
-        cost,
-        chosen.lengths,
-        _remaining_work(state, max_new_tokens),
-    )
-
-
-def _remaining_work(state: DecodeState, max_new_tokens: int) -> length_chooser.RemainingWork:
-    """Returns the rows that end together, and the tokens left to them."""
     rollout = state.rollout
-    running = rollout.status == RUNNING
-    new_tokens = rollout.lengths - rollout.prompt_lengths
-    row_count = jnp.where(
-        jnp.any(running & state.queue.waiting), 1, jnp.sum(running, dtype=jnp.int32)
+    work = _remaining_work(
+        rollout.status == RUNNING,
+        state.queue.waiting,
+        max_new_tokens - (rollout.lengths - rollout.prompt_lengths),
     )
-    tokens = jnp.max(jnp.where(running, max_new_tokens - new_tokens, 0))
-    # Expert members run in lockstep, and must agree on the length.
-    return length_chooser.RemainingWork(
-        max_over_experts(jnp.maximum(row_count, 1)), max_over_experts(tokens)
-    )
+    acceptance = jax.tree.map(lambda leaf: leaf[0], state.acceptance)
+    return length_chooser.choose_length(acceptance, cost, chosen.lengths, work)
+
+
+def _remaining_work(
+    running: Bool[Array, " R"], waiting: Bool[Array, " R"], tokens: Int[Array, " R"]
+) -> length_chooser.RemainingWork:
+    """Returns how many rows end together, and the tokens left to them.
+
+    Args:
+      running: whether each row has not ended.
+      waiting: whether each row waits for a slot.
+      tokens: tokens that each row may still generate.
+    """
+    # Expert members run in lockstep, so their rows end together.
+    has_waiting = max_over_experts(jnp.any(running & waiting))
+    row_count = sum_over_experts(jnp.sum(running, dtype=jnp.int32))
+    most_tokens = max_over_experts(jnp.max(jnp.where(running, tokens, 0)))
+    return length_chooser.RemainingWork(jnp.where(has_waiting, 1, row_count), most_tokens)

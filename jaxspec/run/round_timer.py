@@ -41,7 +41,7 @@ class RoundTimer:
     def __init__(self, generator: Generator, slice_rounds: int = ALL_ROUNDS) -> None:
         self._slice_rounds, settings = slice_rounds, generator.settings
         self._file = cost_file(generator, generator.prompt_length)
-        self._context_ends = cost_table.context_buckets(generator.row_length)
+        self._max_length = generator.row_length
         self._tail = settings.tail[: cost_table.MAX_LOOPS - 1]
         shard_count = row_shard_count(generator.mesh)
         self._find_busiest = jax.jit(
@@ -127,19 +127,17 @@ class RoundTimer:
     def _find_cell(self, decode_state: DecodeState) -> tuple[int, int] | None:
         """Returns loop and context of the next rounds.
 
-        The busiest shard decides. Returns None if all rows have ended, or a preempted row waits.
+        The busiest shard decides. Returns None if all rows have ended, or an evicted row waits.
         """
         rollout = decode_state.rollout
         busiest_shard = self._find_busiest(
             rollout.status, rollout.lengths, rollout.prompt_lengths, decode_state.queue.waiting
         )
         rows, longest, evicted = np.asarray(busiest_shard).tolist()
-        # Recomputing a preempted row would be timed as part of some round.
+        # Recomputing an evicted row would be timed as part of some round.
         if evicted or not rows:
             return None
-        context = min(
-            int(np.searchsorted(self._context_ends, longest)), len(self._context_ends) - 1
-        )
+        context = cost_table.find_context_index(longest, self._max_length)
         return sum(rows <= size for size in self._tail), context
 
 

@@ -152,7 +152,7 @@ def _set_length_costs(
     costs = np.asarray(chooser.round_cost)[:, 0, 0]
     tokens = np.asarray(length_chooser.expected_tokens(chooser.acceptance, lengths))
     table = "; ".join(
-        f"K={length} costs {cost:.2f} plain steps and keeps {expected:.2f} tokens"
+        f"K={length} costs {cost:.2f} plain steps and keeps {expected:.2f} tokens in the mean row"
         for length, cost, expected in zip(lengths, costs / costs[0], tokens, strict=True)
     )
     origin = f"measured in {time.perf_counter() - start_time:.1f} s"

@@ -1,6 +1,6 @@
 """Table of what rounds cost, by draft length, slots and context.
 
-The costs are predicted or timed. `length_chooser.py` chooses by them.
+The costs are predicted, measured by a pilot, or timed. `length_chooser.py` chooses by them.
 """
 
 from typing import Any
@@ -29,6 +29,11 @@ def context_buckets(max_length: int) -> tuple[int, ...]:
     """
     bucket_ends = [BLOCK * 4**power for power in range(12) if BLOCK * 4**power < max_length]
     return (*bucket_ends, max_length)
+
+
+def find_context_index(longest: Any, max_length: int) -> Any:
+    """Returns the bucket of the longest row's length, a number or an array."""
+    return sum(longest > bucket_end for bucket_end in context_buckets(max_length)[:-1])
 
 
 class TimedCosts:

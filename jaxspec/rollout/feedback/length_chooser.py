@@ -69,13 +69,13 @@ def update_chooser(chooser: LengthChooser, statistics: Statistics) -> LengthChoo
 class RemainingWork(NamedTuple):
     """Rows that end together, and the tokens left to them.
 
-    Their call lasts until the slowest row has ended.
+    The call of their data shard lasts until the slowest row has ended.
     """
 
     rows: Int[Array, ""]
     """Number of rows. 1 if other rows wait for their slots, since then no slot is idle."""
     tokens: Int[Array, ""]
-    """Tokens that a row may still generate, at most."""
+    """Tokens left to the row with the most, if no end token comes before."""
 
 
 def expected_tokens(estimate: AcceptanceEstimate, lengths: tuple[int, ...]) -> Float[Array, " A"]:
@@ -91,20 +91,24 @@ def slowest_row_tokens(
 ) -> Float[Array, " A"]:
     """Returns the expected tokens of a round of each length, in the row that ends last.
 
-    A row of n tokens takes about Normal(n / m, n v / m^3) rounds, where m and v are mean and
-    variance of the tokens of a round (central limit theorem of renewal counts). The last of several
-    rows takes the expected largest of as many draws (Blom 1958).
+    A row of n tokens takes about Normal(n / m + c, n v / m^3) rounds, where m and v are mean and
+    variance of the tokens of a round (central limit theorem of renewal counts). The last round,
+    which is cut, adds c = (v + m^2 - m) / (2 m^2) on average. The last of several rows takes the
+    expected largest of as many draws (Blom 1958).
     """
     acceptance = _acceptance_by_depth(estimate)
     drafts = _sum_depths(acceptance, lengths)
     depths = jnp.arange(1, len(acceptance) + 1, dtype=jnp.float32)
-    variance = _sum_depths((2 * depths - 1) * acceptance, lengths) - drafts**2
-    mean, rows = 1 + drafts, work.rows.astype(jnp.float32)
-    tokens = jnp.maximum(work.tokens, 1).astype(jnp.float32)
-    largest_draw = jax.scipy.special.ndtri((rows - 0.375) / (rows + 0.25))
     # Rounding may leave a variance below zero.
-    spread = jnp.sqrt(jnp.maximum(variance, 0) / (mean * tokens))
-    return mean / (1 + largest_draw * spread)
+    variance = jnp.maximum(_sum_depths((2 * depths - 1) * acceptance, lengths) - drafts**2, 0)
+    mean = 1 + drafts
+    # A call without running rows chooses too.
+    rows, tokens = (jnp.maximum(number, 1).astype(jnp.float32) for number in work)
+    largest_draw = jax.scipy.special.ndtri((rows - 0.375) / (rows + 0.25))
+    cut_rounds = (variance + mean**2 - mean) / (2 * mean**2)
+    rounds = tokens / mean + largest_draw * jnp.sqrt(variance * tokens / mean**3) + cut_rounds
+    # Every round keeps a token.
+    return tokens / jnp.clip(rounds, 1, tokens)
 
 
 def _acceptance_by_depth(estimate: AcceptanceEstimate) -> Float[Array, " K"]:
