@@ -53,7 +53,7 @@ GENERIC_TEXT = "generic"
 """The built-in text, as in `offline.text`."""
 TUNING_CALLS = 4
 """Calls that tune the draft temperatures, on prompts that are not measured."""
-# A group of one answer, as of a single row, needs another baseline.
+# A group of one answer, as of a single row, needs another baseline. The config's check says so.
 USED_SETTINGS = (
     f"{DRAFT_SETTINGS} batch.group_size advantage.baseline rollout.draft.temperature"
     " rollout.lookup."
@@ -79,7 +79,7 @@ def compare_drafts(
     configs = [apply_variant(variant, config, generic, say) for variant in variants]
     # Errors of any variant are reported before the first draft is trained, which takes minutes.
     for variant_config in configs:
-        check_config(variant_config, job.mesh.size)
+        _check_variant(variant_config, job.mesh.size)
     # Answers are not scored here, so problems need no reference answers.
     sets = load_sets(config, tokenizer, require_answers=False)
     stop_strings = job.step.generator.settings.stop
@@ -124,17 +124,12 @@ def compare_drafts(
 
 
 def _check_request(config: ResolvedConfig) -> None:
-    """Checks that the drafts can be trained and compared here.
+    """Checks that drafts can be compared here.
 
     Raises:
-      ConfigError: drafts are not trained, choose their length, or come from a folder. Or the job
-        has several processes.
+      ConfigError: drafts choose their length, or come from a folder. Or the job has several
+        processes.
     """
-    require(
-        config.offline.steps > 0,
-        "offline.steps is 0, so the drafts would have random weights; set it, for example to"
-        " --offline.steps 300",
-    )
     length = config.rollout.draft.draft_length
     remedy = "give --rollout.draft.draft_length 3 or another number"
     require(
@@ -152,6 +147,17 @@ def _check_request(config: ResolvedConfig) -> None:
         jax.process_count() == 1,
         f"bench drafts runs in a single process, but {jax.process_count()} were started; start one",
     )
+
+
+def _check_variant(config: ResolvedConfig, device_count: int) -> None:
+    """Raises ConfigError for a variant that cannot run, or whose draft keeps random weights."""
+    draft = config.rollout.draft
+    require(
+        config.offline.steps > 0 or bool(draft.path) or not draft.is_learned,
+        f"offline.steps is 0, so the draft {draft.kind} would have random weights; set it, for"
+        " example to --offline.steps 300, or leave the draft out of --drafts",
+    )
+    check_config(config, device_count)
 
 
 def _report_table(
@@ -196,13 +202,14 @@ def _fill_history(benches: list[VariantBench], sources: list[PromptSource], coun
     The first bench gives them, by plain decoding of the same policy.
     """
     plain, plain_source = benches[0], sources[0]
-    for index in range(count):
+    looking_up = [source for source in sources if source.history.past]
+    for index in range(count if looking_up else 0):
         batch = plain_source.place_training(index)
         # With the noise of the batch itself, these would be the very answers that are measured.
         rollout = plain.generate(
             batch.replace(stream=put_like(np.int32(Stream.REMEMBER), batch.stream))
         )
-        for source in sources:
+        for source in looking_up:
             source.remember_answers(index, rollout)
 
 

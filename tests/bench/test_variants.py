@@ -115,3 +115,11 @@ def test_all_drafts_answer_every_batch_in_turn(
     line = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert [row["draft"] for row in line["rows"]] == ["none", "ngram", "history"]
     assert line["answers"] == 48
+
+
+def test_only_drafts_that_learn_need_training() -> None:
+    untrained = dataclasses.replace(CONFIG, offline=OfflineConfig(steps=0))
+    for kind in ("none", "ngram", "history"):
+        drafts._check_variant(apply_variant(DraftVariant(kind, kind), untrained), 1)
+    with pytest.raises(ConfigError, match=r"draft eagle3 would have random weights.*--drafts"):
+        drafts._check_variant(apply_variant(DraftVariant("eagle3", "eagle3"), untrained), 1)
