@@ -298,7 +298,11 @@ class LearnerState(Tree):
     version: Int[Array, ""]
     """Version of the policy: number of batches learned from."""
     recompute: Bool[Array, ""]
-    """Whether to recompute old log-probabilities. If not, those of generation are used."""
+    """Whether to recompute old log-probabilities.
+
+    If not, those of generation are used. With one update per batch, rows of the current version
+    take those of the learning pass.
+    """
     # It is only read, so it has the dtype of matrix products, which often takes half the memory.
     reference: PyTree = None
     """Reference policy of the KL penalty. None without a penalty, or if it is the policy without

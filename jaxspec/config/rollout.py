@@ -222,7 +222,7 @@ def require_valid_stop_strings(name: str, strings: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(CheckedConfig):
+class ScheduleConfig(CheckedConfig, prefix="schedule."):
     """How learning and generation share the devices."""
 
     kind: ScheduleKind = "fused"
