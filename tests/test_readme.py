@@ -137,8 +137,9 @@ class Reader:
     def measure(self, name: str, words: list[str]) -> None:
         if name == "drafts":
             _, rest = take_option(words, name, "rows", "N", "512")
-            _, rest = take_option(rest, name, "drafts", "NAMES", "")
-            load_config(rest, "bench drafts", "", drafts.SWEPT_SETTINGS)
+            names, rest = take_option(rest, name, "drafts", "NAMES", "")
+            assert {*filter(None, names.split(","))} <= {*drafts.DRAFT_NAMES}
+            load_config(rest, "bench drafts", "", drafts.SWEPT_SETTINGS, drafts.USED_SETTINGS)
         else:
             self.needs(getattr(override_settings(BENCHES[name], words, name, ""), "model", ""))
 

@@ -216,11 +216,9 @@ class Passes:
         """Runs a pass on one shard's micro-batches."""
         objective = self.objective
         counts, filler = objective.compute_counts(batch, mini_batch), filler_token(batch)
-        policy, draft = shards.gather_after(filler, (policy, draft))
-        weights, trained_shards = (
-            self._select_trained((policy, draft)),
-            shards.map_specs(self._select_trained),
-        )
+        policy, draft = shards.gather_after((policy, draft), filler)
+        weights = self._select_trained((policy, draft))
+        trained_shards = shards.map_specs(self._select_trained)
 
         def gather_networks(weights: NetworkPair) -> tuple[NetworkPair, NetworkPair]:
             networks = shards.gather_outside_layers(*_replace_weights((policy, draft), weights))
@@ -279,7 +277,7 @@ class Passes:
         shards: WeightShards,
     ) -> tuple[Float[Array, "B S"], PlacedBatch]:
         filler, (row_count, row_length) = filler_token(batch), batch.tokens.shape
-        policy, _ = shards.gather_after(filler, (policy, None))
+        policy, _ = shards.gather_after((policy, None), filler)
 
         def score_micro_batch(
             mini_batch: Int[Array, ""], number: Int[Array, ""], logprobs: Float[Array, "B S"]
@@ -317,7 +315,7 @@ class Passes:
         self, policy: Decoder | AdaptedDecoder, batch: PlacedBatch, shards: WeightShards
     ) -> PolicyStates:
         filler, (row_count, row_length) = filler_token(batch), batch.tokens.shape
-        policy, _ = shards.gather_after(filler, (policy, None))
+        policy, _ = shards.gather_after((policy, None), filler)
         config, mini_batch = policy.config, jnp.int32(0)
         taps = self.objective.taps
 

@@ -139,7 +139,7 @@ class WeightShards:
 
     # ---- the order on CPUs
 
-    def gather_after(self, result: Array, networks: NetworkPair) -> NetworkPair:
+    def gather_after(self, networks: NetworkPair, result: Array) -> NetworkPair:
         """Returns the networks, which are gathered only once `result` exists.
 
         This covers all but the policy's layers.
@@ -156,11 +156,7 @@ class WeightShards:
 
     def read_after_gathering(self, pack: Pack, networks: NetworkPair) -> Pack:
         """Returns the pack, which is read only once weights outside layers are gathered."""
-        gathered = [
-            (leaf, spec)
-            for leaf, spec, is_layer in self._iterate_leaves(networks)
-            if not is_layer and _weight_split(spec).mesh_axes
-        ]
+        gathered = [(leaf, spec) for _, leaf, spec in self._iterate_gathered(networks)]
         return pack._replace(tokens=self.order.run_after_shards(pack.tokens, gathered))
 
     def _run_outside_layers_after(
@@ -168,15 +164,17 @@ class WeightShards:
     ) -> NetworkPair:
         """Orders collectives outside the policy's layers after `results`."""
         leaves, structure = jax.tree.flatten(pair)
-        indices = [
-            index
-            for index, (_, spec, is_layer) in enumerate(self._iterate_leaves(pair))
-            if not is_layer and _weight_split(spec).mesh_axes
-        ]
-        ordered = self.order.run_after_shards([leaves[index] for index in indices], results)
-        for index, leaf in zip(indices, ordered, strict=True):
-            leaves[index] = leaf
-        return jax.tree.unflatten(structure, leaves)
+        gathered = {index: leaf for index, leaf, _ in self._iterate_gathered(pair)}
+        ordered = self.order.run_after_shards(gathered, results)
+        return jax.tree.unflatten(
+            structure, [ordered.get(index, leaf) for index, leaf in enumerate(leaves)]
+        )
+
+    def _iterate_gathered(self, pair: NetworkPair) -> Iterator[tuple[int, Array, P]]:
+        """Yields index, leaf and spec of the weights outside layers that are gathered."""
+        for index, (leaf, spec, is_layer) in enumerate(self._iterate_leaves(pair)):
+            if not is_layer and _weight_split(spec).mesh_axes:
+                yield index, leaf, spec
 
     def _iterate_leaves(self, pair: NetworkPair) -> Iterator[tuple[Array, P, bool]]:
         """Yields each leaf, its spec, and a layer flag.

@@ -71,7 +71,7 @@ def _common_metrics(inputs: LossInputs) -> dict[str, Float[Array, "B T"]]:
 
 
 def _label_maxima(inputs: LossInputs) -> dict[str, Float[Array, ""]]:
-    """Computes each of `EXTREMES` over the loss mask."""
+    """Computes each of `EXTREMES` over the loss mask, minima as maxima of negatives."""
     values = {"advantage": inputs.advantages, "ratio": jnp.exp(_old_log_ratio(inputs))}
 
     def find_maximum(values: Float[Array, "B T"]) -> Float[Array, ""]:
@@ -183,6 +183,7 @@ class MicroBatchObjective:
     accum_dtype: np.dtype
     """Data type of losses and sums."""
     order: CollectiveOrder
+    """Order of the collectives that losses and drafts add, on CPUs."""
 
     def compute_counts(self, batch: TrainBatch, mini_batch: Int[Array, ""]) -> BatchCounts:
         """Computes the counts of a mini-batch over all shards. Runs on each of them."""
@@ -246,9 +247,11 @@ class MicroBatchObjective:
         forward = self._compute_outputs(target, shards, pack, row, batch.states)
         network, hidden = draft, jnp.zeros((*pack.tokens.shape, depth_count, 0), accum_dtype)
         if isinstance(self.draft, DraftObjective):
+            # The draft's backward pass comes first, which frees its memory for the policy's.
             last_hidden, network = shards.order_draft_backward(forward.hidden, draft)
             forward = forward._replace(hidden=last_hidden)
             hidden = self._unroll_draft(self.draft, network, online, target, forward, pack)
+            # Both passes have collectives, which CPU devices could start in different order.
             hidden, last_hidden = self.order.put_in_order(hidden, last_hidden)
             forward = forward._replace(hidden=last_hidden)
         # Cast once. Inside a chunk the full head would be cast for every chunk, forward and back.
@@ -335,7 +338,7 @@ class MicroBatchObjective:
             return by_row[row, next_positions].astype(self.accum_dtype)
 
         current, advantages = lax.stop_gradient(logprobs), batch.advantages
-        by_row = advantages.ndim == 1
+        is_by_row = advantages.ndim == 1
         return LossInputs(
             policy_logprobs=logprobs,
             old_logprobs=jnp.where(
@@ -345,7 +348,7 @@ class MicroBatchObjective:
             reference_logprobs=take_next(batch.reference_logprobs),
             entropy=entropy,
             advantages=advantages[row].astype(self.accum_dtype)
-            if by_row
+            if is_by_row
             else take_next(advantages),
             loss_mask=pack.loss_mask,
             text_start=pack.text_start,

@@ -44,7 +44,7 @@ class RoundTimer:
         self._max_length = generator.row_length
         self._tail = settings.tail[: cost_table.MAX_LOOPS - 1]
         shard_count = row_shard_count(generator.mesh)
-        self._find_busiest = jax.jit(
+        self._summarize_load = jax.jit(
             functools.partial(cost_table.summarize_load, shards=shard_count),
             out_shardings=replicated_sharding(generator.mesh),
         )
@@ -130,10 +130,10 @@ class RoundTimer:
         The busiest shard decides. Returns None if all rows have ended, or an evicted row waits.
         """
         rollout = decode_state.rollout
-        busiest_shard = self._find_busiest(
+        load = self._summarize_load(
             rollout.status, rollout.lengths, rollout.prompt_lengths, decode_state.queue.waiting
         )
-        rows, longest, evicted = np.asarray(busiest_shard).tolist()
+        rows, longest, evicted = np.asarray(load).tolist()
         # Recomputing an evicted row would be timed as part of some round.
         if evicted or not rows:
             return None
