@@ -107,7 +107,7 @@ class StallWatch:
         self._finished_streaks: list[Streak] = []
         self._first_records: list[Mapping[str, Any]] = []
         self._recent_records: deque[Mapping[str, Any]] = deque(maxlen=PATIENCE)
-        self._streak_rewards: set[tuple[float, float]] = set()
+        self._streak_rewards: set[tuple[float, float | None]] = set()
         """Means and deviations of the rewards of batches in which no answer was better."""
         self._falling_values: dict[str, list[float]] = {}
         """Values of each evaluation metric since it last rose."""
