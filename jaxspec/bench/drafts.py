@@ -53,7 +53,7 @@ GENERIC_TEXT = "generic"
 """The built-in text, as in `offline.text`."""
 TUNING_CALLS = 4
 """Calls that tune the draft temperatures, on prompts that are not measured."""
-# A group of one answer, as of a single row, needs another baseline. The config's check says so.
+# The config's check refuses groups of one answer, as of a single row, with the usual baseline.
 USED_SETTINGS = (
     f"{DRAFT_SETTINGS} batch.group_size advantage.baseline rollout.draft.temperature"
     " rollout.lookup."
@@ -203,7 +203,9 @@ def _fill_history(benches: list[VariantBench], sources: list[PromptSource], coun
     """
     plain, plain_source = benches[0], sources[0]
     looking_up = [source for source in sources if source.history.past]
-    for index in range(count if looking_up else 0):
+    if not looking_up:
+        return
+    for index in range(count):
         batch = plain_source.place_training(index)
         # With the noise of the batch itself, these would be the very answers that are measured.
         rollout = plain.generate(
