@@ -25,7 +25,10 @@ pytestmark = pytest.mark.usefixtures("x64")
 REACHED = "conditional_rate", "expected_acceptance", "draft_entropy"
 
 
-@pytest.mark.parametrize("compile_schedule", [compile_fused_schedule, compile_staged_schedule])
+@pytest.mark.parametrize(
+    "compile_schedule",
+    [compile_fused_schedule, pytest.param(compile_staged_schedule, marks=pytest.mark.slow)],
+)
 def test_depths_that_nothing_reached_are_absent(compile_schedule: Any) -> None:
     """Answers of one token reach one draft. Behind prompts of two tokens, they have no label of the
     second depth."""

@@ -148,6 +148,7 @@ def test_where_experts_are_split_the_loop_talks_within_a_data_shard_only() -> No
         assert all(len(shard) == 1 for shard in shards), line
 
 
+@pytest.mark.slow
 def test_nor_does_the_loop_copy_a_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "CHUNK_POSITIONS", 4)
     monkeypatch.setattr(key_chunks, "MIN_CHUNKED_BYTES", 0)

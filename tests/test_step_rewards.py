@@ -63,6 +63,7 @@ def responses(finished: ScoredRollout) -> np.ndarray:
     return (place >= starts[:, None]) & (place < ends[:, None])
 
 
+@pytest.mark.slow
 def test_leaving_the_reference_costs_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """By k1: the sum of sampled less reference logprobs over the response, times beta."""
     step = step_of(PLAIN, kl=KlConfig(beta=BETA, estimator="k1", where="reward"))

@@ -175,7 +175,7 @@ def counts_of(line: dict[str, Any]) -> list[float]:
     return [line[f"dynamic_sampling/{name}"] for name in names]
 
 
-@pytest.mark.parametrize("surplus", ["drop", "carry"])
+@pytest.mark.parametrize("surplus", [pytest.param("drop", marks=pytest.mark.slow), "carry"])
 def test_a_batch_is_filled_with_groups_whose_rewards_differ(tmp_path: Path, surplus: Any) -> None:
     step = Step(job_of(surplus=surplus), DIFFERING)
     assert run(step, tmp_path)

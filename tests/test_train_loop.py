@@ -123,8 +123,14 @@ def record_of(line: dict[str, Any]) -> BatchRecord:
         ("policy", "skipped", "the policy's last update was skipped"),
         ("draft", "skipped", "the draft's last update was skipped"),
         ("policy", "weight", "the policy's weights or moments are not finite"),
-        ("draft", "weight", "the draft's weights or moments are not finite"),
-        ("policy", "moment", "the policy's weights or moments are not finite"),
+        pytest.param(
+            *("draft", "weight", "the draft's weights or moments are not finite"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("policy", "moment", "the policy's weights or moments are not finite"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_nothing_to_go_on_from_is_not_saved(

@@ -37,7 +37,7 @@ def test_two_meshes_are_refused(other: int) -> None:
         transfer_arrays({}, source, target)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_exported_weights_are_merged_and_cast_and_have_a_version(dtype: str) -> None:
     policy = adapted(noise=1e-3, model=tiny_model(dtype=dtype, kv_heads=4))
     with jax.numpy_dtype_promotion("standard"):

@@ -93,6 +93,7 @@ def kept(network: AdaptedDecoder, decoder: Decoder) -> float:
     return float(((other - base) @ change) / (change @ change))
 
 
+@pytest.mark.slow
 def test_a_young_adapter_of_a_bfloat16_model_reaches_generation_whole() -> None:
     """Rounded to nearest, less than half of it would; in float32 nothing is rounded."""
     model = replace(MODEL, embed=64, ffn=96, dtype="bfloat16")

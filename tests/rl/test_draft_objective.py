@@ -308,7 +308,11 @@ def test_chunks_change_nothing(
 
 @pytest.mark.parametrize(
     "kind",
-    ["eagle3", pytest.param("eagle3 of two layers", marks=pytest.mark.slow), "mtp"],
+    [
+        "eagle3",
+        pytest.param("eagle3 of two layers", marks=pytest.mark.slow),
+        pytest.param("mtp", marks=pytest.mark.slow),
+    ],
 )
 def test_depths_run_only_where_a_label_is_learnt_change_nothing(
     monkeypatch: pytest.MonkeyPatch, kind: str

@@ -305,7 +305,7 @@ def test_the_divergence_of_answers_comes_back_in_the_order_of_the_rows(where: An
     assert not step.learner.reads_reference
 
 
-@pytest.mark.parametrize("where", ["reward", "reward_to_go"])
+@pytest.mark.parametrize("where", ["reward", pytest.param("reward_to_go", marks=pytest.mark.slow)])
 def test_what_leaving_the_reference_costs_is_taken_from_rewards(where: Any) -> None:
     """Of whole answers before their baseline, or of tokens after it; the rows of one group have
     another reference."""

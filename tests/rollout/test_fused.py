@@ -154,7 +154,7 @@ def answers(
     return said
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_both_forms_say_and_draw_the_same(case: str, dtype: str) -> None:
     """Tokens, cuts and failures are equal; numbers are within rounding where the target is

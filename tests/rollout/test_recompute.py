@@ -28,6 +28,7 @@ NEW, PAGE, PIECE = 300, 4, 64
 SHORT = 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_an_evicted_row_of_some_hundred_tokens_costs_a_few_passes(
     kind: str, monkeypatch: pytest.MonkeyPatch

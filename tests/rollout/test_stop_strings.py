@@ -139,6 +139,7 @@ def test_drafts_slots_and_shards_end_rows_where_plain_decoding_does(case: Case) 
         assert (rows.accepted.sum(axis=1) > 0)[stopped].any()
 
 
+@pytest.mark.slow
 def test_rows_that_lose_their_pages_go_on_with_what_they_match() -> None:
     """In slices of two rounds, from pages so few that rows are evicted amid a string."""
     case = Case("history", 3, MINIMUM, slots=8, page_size=2, tail=(2,))
