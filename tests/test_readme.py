@@ -138,6 +138,8 @@ class Reader:
         if name == "drafts":
             _, rest = take_option(words, name, "rows", "N", "512")
             names, rest = take_option(rest, name, "drafts", "NAMES", "")
+            text, rest = take_option(rest, name, "generic", "FILE", "")
+            self.needs(text)
             assert {*filter(None, names.split(","))} <= {*drafts.DRAFT_NAMES}
             load_config(rest, "bench drafts", "", drafts.SWEPT_SETTINGS, drafts.USED_SETTINGS)
         else:

@@ -120,8 +120,9 @@ def test_answers_of_the_engine_pass_a_chi_square(trial: Trial) -> None:
         assert chi_square(seen.ravel(), law.ravel()) > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab", [3, pytest.param(16, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "vocab", [pytest.param(3, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.sweep)]
+)
 def test_pairs_of_tokens_of_two_plain_rounds_pass_a_chi_square(vocab: int) -> None:
     """Rounds that could draft, and do not: each token has its law given the one before it, whatever
     coin gave that one."""
