@@ -85,6 +85,7 @@ def trained(made: Program, folder: Path) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_every_bit(tmp_path: Path) -> None:
     plain, offloaded = (
         trained(made(offload, 1), tmp_path / str(offload)) for offload in (False, True)

@@ -125,12 +125,15 @@ def same(run: Callable[[Any], Any], network: Any) -> Iterator[tuple[WeightLayout
         np.testing.assert_array_equal(after[weight], value, err_msg=weight)
 
 
-FAST = "norms and biases, tied"
+RICHEST = "norms and biases, tied"
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[] if kind == FAST else pytest.mark.sweep) for kind in DECODERS],
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind == RICHEST else pytest.mark.sweep)
+        for kind in DECODERS
+    ],
 )
 def test_decoders_give_what_they_gave(kind: str) -> None:
     """In one pass, and in two blocks with a cache, stacked or apart; taps too."""

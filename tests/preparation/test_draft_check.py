@@ -195,7 +195,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == "layers before" else pytest.mark.sweep)
+        pytest.param(name, marks=pytest.mark.slow if name == "layers before" else pytest.mark.sweep)
         for name in MISTAKES
     ],
 )

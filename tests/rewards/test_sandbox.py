@@ -69,6 +69,7 @@ def test_a_program_sees_no_network(patient: RewardPool) -> None:
         assert passes(patient, program) is False
 
 
+@pytest.mark.slow
 def test_folders_go_away_however_a_program_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

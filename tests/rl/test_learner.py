@@ -333,6 +333,7 @@ def test_adapters_have_the_gradient_of_their_merged_weights() -> None:
     jax.tree.map(np.testing.assert_array_equal, after.policy.network.base, adapted.base)
 
 
+@pytest.mark.slow
 def test_comparing_is_the_learners_own_measure_and_changes_nothing() -> None:
     step = step_of("eagle3", 30, 2)
     policy, draft = networks("eagle3")

@@ -61,7 +61,7 @@ COUPLED = [
     Coupled("eagle1", 3),
     Coupled("mtp", 5),
     Coupled("mtp reversed", 2, (1.0,), (), 2, 2, mark="slow"),
-    Coupled("mtp 2", 5, (1.0,), (), 8, mark=""),
+    Coupled("mtp 2", 5, (1.0,), (), 8, mark="slow"),
     Coupled("model", 3, (0.0,), (), 2, mark="slow"),
     Coupled("vllm", 5),
     Coupled("hf", 2, (1.0,), (), 8, mark="slow"),

@@ -69,7 +69,7 @@ class Trial(NamedTuple):
 
 
 MARKS = {
-    (block_rule, opposite, 3): "",
+    (block_rule, opposite, 3): "slow",
     (token_rule, opposite, 3): "slow",
     (None, opposite, 3): "slow",
 }
