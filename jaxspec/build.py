@@ -109,7 +109,7 @@ def _build_advantages(config: ResolvedConfig) -> advantages.AdvantageEstimator:
 
 
 def _build_policy_loss(config: ResolvedConfig) -> losses.PolicyLoss:
-    settings = config.loss
+    settings = config.resolved_loss
     bounds = dict(zip(("clip_low", "clip_high"), settings.clip_bounds, strict=True))
     clipped = bounds | {"dual_clip": settings.dual_clip}
     surrogate = {
@@ -179,7 +179,7 @@ def _build_learner(
         keeps_reference=config.kl.beta > 0,
         reads_reference=config.kl.beta > 0 and config.kl.where == "loss",
         learning_rate=rate,
-        recompute=config.loss.logprobs == "recompute",
+        recompute=config.resolved_loss.logprobs == "recompute",
         # No limit if nothing reads old logprobs, or if the learning pass computes them itself.
         max_probability_factor=(
             config.loss.reuse_below

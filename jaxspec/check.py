@@ -34,8 +34,7 @@ from jaxspec.compiled.compiler import (
 from jaxspec.compiled.hardware import LOCAL_DEVICES
 from jaxspec.config.check import check_config
 from jaxspec.config.cli import load_config
-from jaxspec.config.from_checkpoint import check_folders
-from jaxspec.config.here import resolve_from_local_files
+from jaxspec.config.from_checkpoint import check_folders, resolve_from_local_files
 from jaxspec.config.settings import Config, ResolvedConfig
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers

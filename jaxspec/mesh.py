@@ -79,6 +79,63 @@ def assign_shardings(mesh: Mesh, tree: Any, rules: Rules, shard_above: int = 0) 
     return jax.tree_util.tree_map_with_path(choose_sharding, tree, is_leaf=_is_variable)
 
 
+def split_rollout_layout(mesh: Mesh, tree: Any) -> Any:
+    """Maps every leaf of `tree` to a sharding that splits it over as many devices as it can.
+
+    Weights are sharded as in the rollout layout, and their copies are then split over the remaining
+    devices. So each device holds a part of what it has in the rollout layout. The shardings have
+    another mesh of the same devices, whose axes are the prime factors of the row axes.
+    """
+    factors = _prime_factors(mesh.shape[DATA])
+    names = tuple(f"{DATA}_{number}" for number in range(len(factors)))
+    shape = (*factors, mesh.shape[EXPERT], mesh.shape[TENSOR])
+    split_mesh = Mesh(
+        mesh.devices.reshape(shape),
+        (*names, EXPERT, TENSOR),
+        axis_types=(AxisType.Auto,) * len(shape),
+    )
+
+    def choose_sharding(path: Any, node: Any) -> Any:
+        if not isinstance(node, nnx.Variable) or not jax.tree.leaves(node):
+            return jax.tree.map(lambda _: NamedSharding(split_mesh, P()), node)
+        axes = _require_axes(path, node)
+        spec = _partition_spec(split_mesh, node.shape, axes, ROLLOUT_RULES, is_small=False)
+        spec = _split_further(split_mesh, node.shape, spec)
+        return jax.tree.map(lambda _: NamedSharding(split_mesh, spec), node)
+
+    return jax.tree_util.tree_map_with_path(choose_sharding, tree, is_leaf=_is_variable)
+
+
+def _split_further(mesh: Mesh, shape: Sequence[int], spec: P) -> P:
+    """Splits dimensions over mesh axes that a spec does not use, where their sizes allow it."""
+    entries = [[*entry_axes(entry)] for entry in spec]
+    used_axes = {axis for entry in entries for axis in entry}
+    sizes = [
+        size // math.prod(mesh.shape[axis] for axis in entry)
+        for size, entry in zip(shape, entries, strict=True)
+    ]
+    # Large factors have fewer dimensions to choose from.
+    free_axes = [axis for axis in mesh.axis_names if axis not in used_axes]
+    for axis in sorted(free_axes, key=lambda name: -mesh.shape[name]):
+        fitting = [size for size in sizes if size % mesh.shape[axis] == 0]
+        if fitting and mesh.shape[axis] > 1:
+            dimension = sizes.index(max(fitting))
+            entries[dimension].append(axis)
+            sizes[dimension] //= mesh.shape[axis]
+    return P(*(tuple(entry) or None for entry in entries))
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Returns the prime factors of a number, with repetitions."""
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
+
+
 def logical_axes(weight: nnx.Variable) -> LogicalAxes | None:
     """Returns the logical axes of a weight, None if it has none."""
     return weight.get_metadata("axes", None)

@@ -24,8 +24,16 @@ from jaxspec.rl.learner import Learner
 from jaxspec.rl.loss_terms import KlPenalty
 from jaxspec.rl.train_batch import TrainBatch, empty_plan, plan_packing, response_mask
 from jaxspec.rollout.generator import Generator
-from jaxspec.state import PackingPlan, Prompts, PyTree, RolloutWeights, ScoredRollout, TrainState
-from jaxspec.transfer import transfer_arrays
+from jaxspec.state import (
+    ExportedWeights,
+    GeneratorState,
+    PackingPlan,
+    Prompts,
+    PyTree,
+    RolloutWeights,
+    ScoredRollout,
+    TrainState,
+)
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host from which a device reads by itself."""
@@ -54,7 +62,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Learner and generator of a run, which share a mesh in today's schedules."""
+    """Learner and generator of a run. Only a pipelined schedule has two meshes."""
 
     learner: Learner
     generator: Generator
@@ -99,6 +107,11 @@ class Step:
             learner=dataclasses.replace(self.learner, micro_tokens=sizes.tokens),
             generator=generator,
         )
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether learner and generator have the same mesh."""
+        return self.learner.mesh == self.generator.mesh
 
     @property
     def offloads_moments(self) -> bool:
@@ -169,12 +182,13 @@ class Step:
         rewards = scored.rewards.astype(kl.dtype) - penalty.beta * kl
         return self.build_batch(scored.replace(rewards=rewards)), metrics
 
+    def export(self, state: TrainState) -> tuple[ExportedWeights, GeneratorState]:
+        """Returns all that the generator needs of a state, in the learner's layout."""
+        return self.learner.export(state.learner), state.generator
+
     def sync(self, state: TrainState) -> RolloutWeights:
-        """Exports the weights, transfers them to the generator's mesh, and loads them there."""
-        exported = transfer_arrays(
-            self.learner.export(state.learner), self.learner.mesh, self.generator.mesh
-        )
-        return self.generator.load(exported, state.generator)
+        """Exports the weights, and loads them on the same mesh."""
+        return self.generator.load(*self.export(state))
 
     def build_batch(self, scored: ScoredRollout) -> TrainBatch:
         """Builds the learner's batch. The loss masks responses without a reward."""

@@ -26,13 +26,15 @@ from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.metrics.files import MetricsWriter
 from jaxspec.rewards.scorer import SetScorers
+from jaxspec.run.batches import BatchMaker, BatchPlanner
 from jaxspec.run.closing import close_run
+from jaxspec.run.compiling import Schedule, answer_methods, compile_schedule, open_loop
 from jaxspec.run.dynamic_batch import BatchFiller
-from jaxspec.run.evaluations import open_evaluations
-from jaxspec.run.loop import Host, Loop
-from jaxspec.run.schedules import compile_schedule
+from jaxspec.run.evaluations import Evaluations, open_evaluations
+from jaxspec.run.loop import BatchSource, Host
+from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.start import adapt_run, empty_history, read_offline_text, start_run
-from jaxspec.run.state import RunState, restore_run
+from jaxspec.run.state import CheckpointSaver, RunState, restore_run
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
@@ -86,33 +88,26 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             source = PromptSource(sets, job.step.generator, prompts, pad_id, history)
             judge = Judge(scorers, job.tokenizer, source.group_size)
             scorer = RolloutScorer(job.config, job.step, source, judge, job.say)
-            filler = None
+            planner, filler = BatchPlanner(job.config, job.step), None
             if job.step.uses_dynamic_sampling:
-                filler = BatchFiller(config.dynamic_sampling, job.step, prompts, scorer)
+                filler = BatchFiller(config.dynamic_sampling, job.step, prompts)
+            methods = answer_methods(schedule, job.step, planner)
             evaluations = stack.enter_context(
-                open_evaluations(job, source, scorer, scorers, schedule, workdir)
+                open_evaluations(job, source, scorer, scorers, methods, workdir)
             )
             if run is None:
-                run = start_run(
-                    job.config,
-                    job.step,
-                    job.tokenizer,
-                    source,
-                    filler,
-                    offline_text,
-                    interrupt,
-                    job.say,
-                )
+                run = start_run(job, source, filler, offline_text, interrupt)
             else:
                 # Checkpoints have no plans, which depend on the mesh.
                 for batch in run.queue:
-                    batch.rollout = scorer.plan_micro_batches(batch.rollout)
-                adapt_run(job.step, run, source, schedule, job.say)
+                    batch.rollout = planner.plan(batch.rollout)
+                adapt_run(job.step, run, source, schedule.restart_timing, job.say)
             job.say(f"batch {run.next_batch} of {config.steps} is next")
             # Last, so that a start that fails leaves no record.
             starts.record_start(job.config, workdir, start_record)
-        host = Host(source, scorer, filler, evaluations, checkpoints, schedule)
-        return run_loop(job, interrupt, host, run)
+        maker = BatchMaker(job.config, scorer, filler)
+        batches = BatchSource(source, scorer, maker, planner)
+        return run_loop(job, interrupt, schedule, batches, evaluations, checkpoints, run)
 
 
 def _load_problems(
@@ -127,37 +122,46 @@ def _load_problems(
     return sets
 
 
-def run_loop(job: Job, interrupt: Interrupt, host: Host, run: RunState) -> int:
-    """Makes the remaining calls, and closes the run unless it is stopped before.
+def run_loop(
+    job: Job,
+    interrupt: Interrupt,
+    schedule: Schedule,
+    batches: BatchSource,
+    evaluations: Evaluations,
+    checkpoints: Checkpoints,
+    run: RunState,
+) -> int:
+    """Makes the remaining batches, and closes the run unless it is stopped before.
 
     Returns the exit status.
     """
-    config, process, workdir = job.config, jax.process_index(), host.workdir
-    with contextlib.closing(host.checkpoints), MetricsWriter(workdir, process) as writer:
+    config, process, workdir = job.config, jax.process_index(), checkpoints.folder.parent
+    with contextlib.closing(checkpoints), MetricsWriter(workdir, process) as writer:
         # Lines of batches that the checkpoint has not learned from are written again.
         writer.truncate_from(run.learned)
-        host.evaluations.truncate_records(run)
+        evaluations.truncate_records(run)
         profiled_calls, trace_file = (
             parse_range("profile", config.profile),
             workdir / f"trace-{process}.json.gz",
         )
-        profiler = Profiler(
-            profiled_calls, trace_file, tuple(host.schedule.programs.values()), print
-        )
+        profiler = Profiler(profiled_calls, trace_file, tuple(schedule.programs.values()), print)
         with contextlib.closing(profiler), Progress("rl", config.steps, process) as progress:
-            loop = Loop(config, job.step, interrupt, host, writer, progress, profiler)
+            saver = CheckpointSaver(job.step, checkpoints, progress.print_line)
+            reporter = BatchReporter(config, job.step, writer, progress)
+            host = Host(batches, evaluations, saver, reporter, profiler)
+            loop = open_loop(config, schedule, interrupt, host)
             is_done = loop.run_to_end(run)
     workdirs.mark_checkpoint_saved(workdir)
     if not is_done:
         remedy = "goes on from there"
-        if loop.unsaved:
-            has_any = host.checkpoints.latest_step() is not None
+        if saver.unsaved:
+            has_any = checkpoints.latest_step() is not None
             remedy = "goes on from the newest checkpoint" if has_any else "starts over"
         job.say(f"stopped before batch {run.next_batch}; the same command {remedy}")
         return interrupt.exit_status
     with interrupt.exit_on_signal("comparing with plain decoding"):
-        return close_run(config, job.step, host.source, run, workdir, job.say, loop.unsaved)
+        return close_run(config, job.step, batches.prompts, run, workdir, job.say, saver.unsaved)
 
 
 if __name__ == "__main__":
-    sys.exit(run_program("train", ABOUT, main))
+    sys.exit(run_program("train", ABOUT, main, splits_devices=True))

@@ -3,11 +3,8 @@
 The learner exports them, they are transferred to the generator's mesh, and it loads them.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key
 
 from jaxspec.inputs.streams import Stream, stream_key
@@ -38,21 +35,3 @@ def export_weights(
     # Without the barrier XLA gathers some weights first, in the wider type, and then casts them.
     policy, draft = jax.lax.optimization_barrier(cast_floats(networks, jnp.dtype(dtype)))
     return ExportedWeights(policy=policy, draft=draft, version=jnp.asarray(version, jnp.int32))
-
-
-def transfer_arrays(tree: Any, source: Mesh, target: Mesh) -> Any:
-    """Moves arrays from the learner's mesh to the generator's.
-
-    All schedules have one mesh, on which this is the identity.
-
-    Raises:
-      ValueError: The two meshes differ.
-    """
-    # Refused, since arrays that stay on other devices would fail far from here.
-    if source != target:
-        raise ValueError(
-            f"the learner's mesh {dict(source.shape)} and the generator's {dict(target.shape)} have"
-            " other devices or axes, and no schedule moves weights between meshes; build both on"
-            " one mesh"
-        )
-    return tree

@@ -12,7 +12,7 @@ from jaxspec import check
 from jaxspec.compiled import findings, hardware
 from jaxspec.compiled.counts import Collective, Cost
 from jaxspec.compiled.hardware import HARDWARE
-from jaxspec.config.here import resolve_from_local_files
+from jaxspec.config.from_checkpoint import resolve_from_local_files
 from jaxspec.config.presets import QWEN3_8B, QWEN3_235B_A22B, spec_without_checkpoint
 from jaxspec.host import job
 from jaxspec.host.job import run_without_saving

@@ -17,11 +17,13 @@ from jaxspec.host.job import Job, make_job
 from jaxspec.metrics.files import MetricsWriter, read_metrics
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
+from jaxspec.run.batches import BatchMaker
 from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.evaluations import Evaluations
-from jaxspec.run.loop import Host, Loop
+from jaxspec.run.loop import BatchSource, Host, Loop
+from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.schedules import StepResult, StepSchedule
-from jaxspec.run.state import RunState, restore_run
+from jaxspec.run.state import CheckpointSaver, GenerationProgress, RunState, restore_run
 from jaxspec.state import EOS, Prompts, ScoredRollout, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
@@ -136,22 +138,26 @@ def run(step: Step, folder: Path) -> bool:
     """From the newest checkpoint in a folder, or from the start; whether it came to its end."""
     job, checkpoints = step.job, Checkpoints(folder / "checkpoints")
     sets = load_sets(job.config, job.tokenizer)._replace(evaluation={})
-    source, scorer = batches_of(job, sets)
+    source, scorer, planner = batches_of(job, sets)
     filler = None
     if job.step.uses_dynamic_sampling:
         sampling, prompts = job.config.dynamic_sampling, job.config.batch.prompts
-        filler = BatchFiller(sampling, job.step, prompts, scorer)
+        filler = BatchFiller(sampling, job.step, prompts)
     writer, progress = MetricsWriter(folder, 0), Progress("rl", STEPS)
     profiler = Profiler(range(0), folder / "trace", (), print)
     evaluator = Evaluator(source, scorer, job.config, GROUP)
     evaluations = Evaluations(job.config, evaluator, Unasked, folder, job.say)
-    host = Host(source, scorer, filler, evaluations, checkpoints, StepSchedule(step, {}))
-    loop = Loop(job.config, job.step, Interrupt(), host, writer, progress, profiler)
+    saver = CheckpointSaver(job.step, checkpoints, progress.print_line)
+    reporter = BatchReporter(job.config, job.step, writer, progress)
+    batches = BatchSource(source, scorer, BatchMaker(job.config, scorer, filler), planner)
+    host = Host(batches, evaluations, saver, reporter, profiler)
+    loop = Loop(job.config, StepSchedule(step, {}), Interrupt(), host)
     run = restore_run(job.step, job.config.batch.prompts, checkpoints, source.history)
     if run is None:
-        run = RunState(state_of(job), source.history, filling=filler and filler.empty_batch())
+        progress = GenerationProgress(filling=filler and filler.empty_batch())
+        run = RunState(state_of(job), source.history, generation=progress)
     for batch in run.queue:
-        batch.rollout = scorer.plan_micro_batches(batch.rollout)
+        batch.rollout = planner.plan(batch.rollout)
     writer.truncate_from(run.learned)
     try:
         return loop.run_to_end(run)

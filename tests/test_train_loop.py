@@ -21,12 +21,20 @@ from jaxspec.metrics.files import MetricsWriter
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.run import closing
+from jaxspec.run.batches import BatchMaker
 from jaxspec.run.closing import close_run
 from jaxspec.run.evaluations import Evaluations
-from jaxspec.run.loop import Host, Loop
+from jaxspec.run.loop import BatchSource, Host, Loop
+from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.start import empty_history
-from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
+from jaxspec.run.state import (
+    BatchRecord,
+    CheckpointSaver,
+    GenerationProgress,
+    QueuedBatch,
+    RunState,
+)
 from jaxspec.state import TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
@@ -93,15 +101,17 @@ def never(*_: Any) -> Any:
 def loop_of(job: Job, folder: Path, asked: bool = False) -> Loop:
     progress = Progress("rl", job.config.steps)
     profiler = Profiler(range(0), folder / "trace", (), print)
-    source, scorer = batches_of(job, load_sets(job.config, job.tokenizer))
+    source, scorer, planner = batches_of(job, load_sets(job.config, job.tokenizer))
     evaluator = Evaluator(source, scorer, job.config, job.config.batch.group_size)
     evaluations, checkpoints = (
         Evaluations(job.config, evaluator, never, folder, job.say),
         Checkpoints(folder / "checkpoints"),
     )
-    host = Host(source, scorer, None, evaluations, checkpoints, StepSchedule(never, {}))
-    writer = MetricsWriter(folder, 0)
-    return Loop(job.config, job.step, Asked(asked), host, writer, progress, profiler)
+    saver = CheckpointSaver(job.step, checkpoints, progress.print_line)
+    reporter = BatchReporter(job.config, job.step, MetricsWriter(folder, 0), progress)
+    batches = BatchSource(source, scorer, BatchMaker(job.config, scorer, None), planner)
+    host = Host(batches, evaluations, saver, reporter, profiler)
+    return Loop(job.config, StepSchedule(never, {}), Asked(asked), host)
 
 
 def position_of(job: Job, state: TrainState, batch: int) -> RunState:
@@ -109,7 +119,7 @@ def position_of(job: Job, state: TrainState, batch: int) -> RunState:
     record = BatchRecord(batch - 1, {"loss/policy": NAN, "eval/held_out/avg@8": 0.5}, [])
     queue = [QueuedBatch(job.step.empty_scored_rollout(16), record)]
     history = empty_history(job.config)
-    return RunState(state, history, queue, generated=batch, learned=batch - 1)
+    return RunState(state, history, queue, batch - 1, GenerationProgress(batch))
 
 
 def record_of(line: dict[str, Any]) -> BatchRecord:
@@ -146,35 +156,35 @@ def test_what_is_nothing_to_go_on_from_is_not_saved(
     is saved again."""
     loop = loop_of(job, tmp_path, asked=True)
     assert not loop.run_to_end(position_of(job, state, 1))
-    assert (loop.host.checkpoints.latest_step(), loop.unsaved) == (1, "")
+    assert (loop.host.saver.checkpoints.latest_step(), loop.host.saver.unsaved) == (1, "")
     assert not loop.run_to_end(position_of(job, spoiled(job, state, name, how), 2))
     told = capsys.readouterr().out
     assert words in told
-    assert words in loop.unsaved
+    assert words in loop.host.saver.unsaved
     assert "checkpoint 3 is not saved" in told
     assert "checkpoint 1 stays the newest" in told
-    loop.host.checkpoints.wait_until_saved()
+    loop.host.saver.checkpoints.wait_until_saved()
     assert [
         entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdigit()
     ] == ["1"]
     if how == "skipped":
-        loop.save_checkpoint(position_of(job, state, 3))
-        assert (loop.host.checkpoints.latest_step(), loop.unsaved) == (5, "")
-    loop.host.checkpoints.close()
+        loop.host.saver.save(position_of(job, state, 3))
+        assert (loop.host.saver.checkpoints.latest_step(), loop.host.saver.unsaved) == (5, "")
+    loop.host.saver.checkpoints.close()
 
 
 def test_a_batch_without_a_number_is_saved_and_comes_back_as_one(
     job: Job, state: TrainState, tmp_path: Path
 ) -> None:
     loop = loop_of(job, tmp_path)
-    loop.save_checkpoint(position_of(job, state, 1))
+    loop.host.saver.save(position_of(job, state, 1))
     saved = state, (job.step.empty_scored_rollout(16).replace(plan=None),)
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), saved
     )
-    host = loop.host.checkpoints.restore(1, like).host_state
+    host = loop.host.saver.checkpoints.restore(1, like).host_state
     assert np.isnan(host["queue"][0]["metrics"]["loss/policy"])
-    loop.host.checkpoints.close()
+    loop.host.saver.checkpoints.close()
 
 
 def a_line(step: int, **changes: float) -> dict[str, Any]:
@@ -195,9 +205,11 @@ def test_failed_rows_are_told_as_they_come(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = loop_of(job, tmp_path)
-    loop.report_batch(record_of(a_line(0)))
-    loop.report_batch(record_of(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0})))
-    loop.report_batch(
+    loop.host.reporter.report_batch(record_of(a_line(0)))
+    loop.host.reporter.report_batch(
+        record_of(a_line(1, **{"status/eos": 11.0, "status/failed": 1.0}))
+    )
+    loop.host.reporter.report_batch(
         record_of(all_failed(2, **{"skipped/policy": 2.0, "skipped_in_row/policy": 2.0}))
     )
     first, second, third = capsys.readouterr().out.splitlines()
@@ -213,7 +225,7 @@ def test_failed_rows_are_told_as_they_come(
             r" reward\."
         ),
     ):
-        loop.report_batch(
+        loop.host.reporter.report_batch(
             record_of(all_failed(3, **{"skipped/policy": 3.0, "skipped_in_row/policy": 3.0}))
         )
 
@@ -223,7 +235,9 @@ def test_a_draft_that_is_suddenly_accepted_less_is_told_with_what_to_look_at(
 ) -> None:
     loop = loop_of(job, tmp_path)
     for step, length in enumerate((3.0, 2.2, 1.5, 1.4)):
-        loop.report_batch(record_of(a_line(step, **{"rollout/acceptance_length": length})))
+        loop.host.reporter.report_batch(
+            record_of(a_line(step, **{"rollout/acceptance_length": length}))
+        )
     told = [
         line for line in capsys.readouterr().out.splitlines() if "acceptance_length fell" in line
     ]
@@ -243,7 +257,7 @@ def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
         (tmp_path / folder).mkdir()
         loop = loop_of(made, tmp_path / folder)
         for step, (factor, recompute) in enumerate(((1.01, 0), (1.2, 0), (1.2, 1))):
-            loop.report_batch(
+            loop.host.reporter.report_batch(
                 record_of(a_line(step, **{name: factor, "learner/recompute": recompute}))
             )
         printed = capsys.readouterr().out.splitlines()
@@ -251,7 +265,7 @@ def test_recorded_logprobs_that_are_far_off_are_told_once_where_they_are_reused(
 
     assert told(job, "once") == []
     loop = loop_of(twice, tmp_path)
-    loop.report_batch(record_of(a_line(0, **{name: NAN, "learner/recompute": 0})))
+    loop.host.reporter.report_batch(record_of(a_line(0, **{name: NAN, "learner/recompute": 0})))
     assert "by a factor of" not in capsys.readouterr().out
     (line,) = told(twice, "twice")
     assert "batch 1" in line
@@ -264,11 +278,11 @@ def test_rewards_that_stay_equal_are_told_also_across_a_resume(
     equal = {"reward/mean": 0.0, "reward/std": 0.0, "reward/frac_zero_std": 1.0}
     loop = loop_of(job, tmp_path)
     for step in range(7):
-        loop.report_batch(record_of(a_line(step, **equal)))
+        loop.host.reporter.report_batch(record_of(a_line(step, **equal)))
     assert "all rewards are 0" not in capsys.readouterr().out
     resumed = loop_of(job, tmp_path)
     for step in range(7, 11):
-        resumed.report_batch(record_of(a_line(step, **equal)))
+        resumed.host.reporter.report_batch(record_of(a_line(step, **equal)))
     told = [line for line in capsys.readouterr().out.splitlines() if "all rewards are 0" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: batches 0 to 9: all rewards are 0")

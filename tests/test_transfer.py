@@ -6,35 +6,15 @@ import numpy as np
 import pytest
 
 from jaxspec.build import build_step
-from jaxspec.mesh import make_mesh
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import merge_lora
-from jaxspec.transfer import export_weights, rounding_key, transfer_arrays
+from jaxspec.transfer import export_weights, rounding_key
 from tests.conftest import small_mesh, tiny_model
 from tests.models.adapters import adapted, same_bits
 from tests.whole_step import MODEL as POLICY
 from tests.whole_step import STOP, config_of, start
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-
-def two_meshes(data: int = 2, other: int = 2) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    devices = jax.devices()
-    return make_mesh(data, devices=devices[:4]), make_mesh(other, devices=devices[4:])
-
-
-def test_one_mesh_gives_the_very_arrays_also_in_a_jit() -> None:
-    mesh, tree = small_mesh(2), {"w": jnp.arange(4.0), "none": None}
-    assert transfer_arrays(tree, mesh, small_mesh(2)) is tree
-    assert not jax.make_jaxpr(lambda tree: transfer_arrays(tree, mesh, mesh))(tree).jaxpr.eqns
-
-
-@pytest.mark.parametrize("other", [2, 4])
-def test_two_meshes_are_refused(other: int) -> None:
-    """Of the same shape, or another."""
-    source, target = two_meshes(2, other)
-    with pytest.raises(ValueError, match=rf"'data': 2.*'data': {other}.*one mesh"):
-        transfer_arrays({}, source, target)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -60,8 +40,7 @@ def test_the_three_phases_give_what_one_program_gives() -> None:
     state = start(step)
     whole = jax.jit(step.sync)(state)
     exported = jax.jit(step.learner.export)(state.learner)
-    arrived = transfer_arrays(exported, step.learner.mesh, step.generator.mesh)
-    loaded = jax.jit(step.generator.load)(arrived, state.generator)
+    loaded = jax.jit(step.generator.load)(exported, state.generator)
     jax.tree.map(np.testing.assert_array_equal, loaded, whole)
     assert jax.tree.structure(loaded) == jax.tree.structure(whole)
 

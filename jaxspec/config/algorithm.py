@@ -113,10 +113,11 @@ class LossConfig(CheckedConfig, prefix="loss."):
     reuse_below: Annotated[float, Range(above=1)] = 1.05
     """Factor between recorded and recomputed token probabilities, on average, up to which recorded
     ones are reused. From then on they are recomputed."""
-    importance: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    importance: Literal["auto", "none", "tis", "icepop", "sequence_mask"] = "auto"
     """Importance correction by weights exp(old - recorded log-probability). `tis` truncates them at
     importance_max. `icepop` zeros weights outside importance_min and importance_max.
-    `sequence_mask` zeros answers whose geometric mean is outside."""
+    `sequence_mask` zeros answers whose geometric mean is outside. `auto` = tis with recomputed
+    log-probabilities if rows lag behind (schedule.lag), else none."""
     importance_min: Weight = 0.0
     """Lower bound of importance weights. 0 = the usual one (icepop 0.5, sequence_mask 0.999)."""
     importance_max: Weight = 0.0
@@ -137,7 +138,7 @@ class LossConfig(CheckedConfig, prefix="loss."):
             " which are the same with loss.logprobs reuse"
         )
         require(
-            self.importance == "none" or self.logprobs == "recompute",
+            self.importance in ("auto", "none") or self.logprobs == "recompute",
             f"{cause}; set --loss.logprobs recompute, which costs nothing where a batch has one"
             " update",
         )
@@ -174,6 +175,7 @@ USUAL_CLIPS = {
 USUAL_IMPORTANCE_BOUNDS = {
     # Without effect, but `check` needs the lower bound below the upper one.
     "none": (0.0, 1.0),
+    "auto": (0.0, 2.0),
     "tis": (0.0, 2.0),
     "icepop": (0.5, 5.0),
     # Bounds of a geometric mean over an answer, which hardly leaves 1.

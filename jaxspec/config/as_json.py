@@ -10,7 +10,7 @@ from jaxspec.drafts.kinds import SECTIONS
 from jaxspec.inputs.checked import field_types, require, settings_classes
 
 # Checkpoints are restored on any mesh.
-_MESH = ("mesh.data", "mesh.expert", "mesh.tensor", "mesh.shard_above")
+_MESH = ("mesh.data", "mesh.expert", "mesh.tensor", "mesh.shard_above", "generation.")
 _ENGINE = (
     "rollout.engine.slots",
     "rollout.engine.page_size",
@@ -19,7 +19,8 @@ _ENGINE = (
     "rollout.engine.command_buffers",
 )
 SPEED_SETTINGS = (
-    "schedule.",
+    "schedule.kind",
+    "schedule.slice_rounds",
     "batch.micro_tokens",
     "optimizer.offload",
     *_ENGINE,
@@ -184,6 +185,17 @@ def _build_instance(cls: Any, saved_settings: Mapping[str, Any]) -> Any:
     return cls(**{key: read_value(key, raw_value) for key, raw_value in saved_settings.items()})
 
 
+def _resolve_lag(values: dict[str, Any]) -> dict[str, Any]:
+    """Resolves the lag of a schedule, and the correction that depends on it."""
+    # The kind of schedule may change on resume, but not a lag, which changes results.
+    lag = values.get("schedule.lag", 0) if values.get("schedule.kind") == "pipelined" else 0
+    values = values | {"schedule.lag": lag}
+    if values.get("loss.importance") == "auto":
+        correction = {"loss.importance": "tis", "loss.logprobs": "recompute"}
+        values |= correction if lag else {"loss.importance": "none"}
+    return values
+
+
 def list_changed_settings(
     saved_settings: Mapping[str, Any], config: Config, ignored: frozenset[str] = FREE_ON_RESUME
 ) -> list[str]:
@@ -198,8 +210,8 @@ def list_changed_settings(
         ignored -= {"steps"}
     # Both go through `to_json`, so that tuples and lists compare equal.
     saved_values, current_values = (
-        flatten_settings(saved_settings),
-        flatten_settings(to_json(config)),
+        _resolve_lag(flatten_settings(saved_settings)),
+        _resolve_lag(flatten_settings(to_json(config))),
     )
     pairs = {
         # Lists of sets may differ in length, so either side can lack a key.

@@ -19,7 +19,10 @@ Temperature = Annotated[float, Range(min=1e-3, max=1000, or_zero=True)]
 """Temperature that divides the logits. 0 = the most likely token."""
 # Plain decoding is a kind of its own, not length 0.
 DraftLength = Annotated[int, Range(min=1, remedy="rollout.draft.kind none is plain decoding")]
-ScheduleKind = Literal["fused", "staged"]
+ScheduleKind = Literal["fused", "staged", "pipelined"]
+# Corrections by importance weights fail for rows of much older weights.
+MAX_LAG = 8
+"""Largest lag of a pipelined schedule."""
 AUTO_LENGTHS = (0, 1, 3, 5)
 """Draft lengths that `auto` compiles. 0 = plain decoding."""
 
@@ -228,6 +231,31 @@ class ScheduleConfig(CheckedConfig, prefix="schedule."):
     kind: ScheduleKind = "fused"
     """`fused` runs a step as one program. `staged` runs each phase as a program of its own, and
     gives its seconds. Same numbers. On accelerators, draft_length `auto` always runs phase by
-    phase."""
+    phase. `pipelined` generates batches while it learns from earlier ones."""
+    lag: Annotated[int, Range(min=0, max=MAX_LAG)] = 1
+    """Updates by which the weights that sample a batch are behind those that learn from it, with
+    `pipelined`. Always exactly as many. 0 = the same numbers as `fused`."""
     slice_rounds: Count = 8
-    """Rounds between two checks for signals, with `staged`."""
+    """Rounds between two checks for signals, with `staged` and `pipelined`."""
+
+    @property
+    def active_lag(self) -> int:
+        """Lag of the run: 0 for all kinds but `pipelined`."""
+        return self.lag if self.kind == "pipelined" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig(CheckedConfig, prefix="generation."):
+    """Devices that only generate, with `schedule.kind pipelined`.
+
+    They are the last ones of the job. `mesh.*` shapes the others, which learn.
+    """
+
+    devices: Natural = 0
+    """Number of devices. 0 = learning and generation take turns on all devices."""
+    data: Natural = 0
+    """Shards of the rows. 0 = as many as fit the devices."""
+    expert: Count = 1
+    """Members of a data shard, which split its rows and the model's experts."""
+    tensor: Count = 1
+    """Shards of heads, feed-forward width and vocabulary."""

@@ -25,6 +25,7 @@ from jaxspec.config.rollout import (
     DraftLength,
     DraftSampling,
     EngineConfig,
+    GenerationConfig,
     LookupConfig,
     RolloutConfig,
     ScheduleConfig,
@@ -213,6 +214,7 @@ class Config(CheckedConfig):
     config file lists them, and the command line can change them: --mixture.0.weight 2."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     draft_training: DraftTrainingConfig = field(default_factory=DraftTrainingConfig)
     offline: OfflineConfig = field(default_factory=OfflineConfig)
@@ -290,14 +292,25 @@ class Config(CheckedConfig):
         dynamic_sampling = self.dynamic_sampling
         # Carried groups were sampled before the last update.
         has_older_rows = dynamic_sampling.max_batches > 0 and dynamic_sampling.surplus == "carry"
+        has_older_rows |= self.schedule.active_lag > 0
         return self.batch.mini_batches * self.batch.epochs == 1 and not has_older_rows
+
+    @property
+    def resolved_loss(self) -> LossConfig:
+        """Settings of the loss, with `loss.importance auto` resolved."""
+        if self.loss.importance != "auto":
+            return self.loss
+        if not self.schedule.active_lag:
+            return replace(self.loss, importance="none")
+        # The weights compare recomputed with recorded log-probabilities.
+        return replace(self.loss, importance="tis", logprobs="recompute")
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether the loss reads log-probabilities of the old policy."""
         # A loss of the user may read them.
         has_ratio = self.loss.kind != "reinforce" or bool(self.loss.function)
-        return has_ratio or self.loss.importance != "none"
+        return has_ratio or self.resolved_loss.importance != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,16 @@ GENERAL_RULES = (
     ),
     Unused("schedule.slice_rounds", "schedule.kind fused", lambda c: c.schedule.kind == "fused"),
     Unused(
+        "schedule.lag generation.devices",
+        "schedule.kind {c.schedule.kind}",
+        lambda c: c.schedule.kind != "pipelined",
+    ),
+    Unused(
+        "generation.data generation.expert generation.tensor",
+        "generation.devices 0",
+        lambda c: c.generation.devices == 0,
+    ),
+    Unused(
         "data.eval_path data.prompt_column data.answer_column data.instruction",
         "no data.path",
         lambda c: not c.data.path,
@@ -160,14 +170,16 @@ GENERAL_RULES = (
     Unused(
         "loss.logprobs",
         "one update a batch, whose own pass has the old logprobs, and no loss.importance,",
-        lambda c: _is_on_policy(c) and c.loss.importance == "none",
+        lambda c: _is_on_policy(c) and c.resolved_loss.importance == "none",
     ),
     Unused(
         "loss.importance_min loss.importance_max",
-        "loss.importance none",
-        lambda c: c.loss.importance == "none",
+        "loss.importance {c.resolved_loss.importance}",
+        lambda c: c.resolved_loss.importance == "none",
     ),
-    Unused("loss.importance_min", "loss.importance tis", lambda c: c.loss.importance == "tis"),
+    Unused(
+        "loss.importance_min", "loss.importance tis", lambda c: c.resolved_loss.importance == "tis"
+    ),
     Unused(
         "dynamic_sampling.surplus",
         "dynamic_sampling.max_batches 0",

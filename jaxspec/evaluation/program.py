@@ -30,17 +30,26 @@ from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import prefix_errors
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import min_pool_size
-from jaxspec.state import NoChooser, RolloutWeights, TrainState
+from jaxspec.state import ExportedWeights, GeneratorState, NoChooser, PyTree, RolloutWeights
 from jaxspec.step import Step
 from jaxspec.system.terminal import LinePrinter
 from jaxspec.tokens.tokenizer import Tokenizer
 
 
+class WeightSource(NamedTuple):
+    """Source of the weights that a program evaluates."""
+
+    argument: PyTree
+    """Shapes and shardings of the program's argument, such as a state."""
+    export: Callable[[Any], tuple[ExportedWeights, GeneratorState]]
+    """Exports the weights of such an argument, which stays as it is."""
+
+
 class EvaluationProgram(NamedTuple):
     """Compiled programs that answer by the policy of a state."""
 
-    load_weights: Callable[[TrainState], RolloutWeights]
-    """Loads the policy of a state, which stays as it is."""
+    load_weights: Callable[[Any], RolloutWeights]
+    """Loads the policy of an argument of the weight source, which stays as it is."""
     answerer: Answerer
 
     @property
@@ -48,9 +57,9 @@ class EvaluationProgram(NamedTuple):
         """Compiled programs, by phase."""
         return {"prepare": self.load_weights, "generate": self.answerer}
 
-    def bind(self, state: TrainState) -> PolicyAnswerer:
-        """Returns an answerer with the policy of a state."""
-        return partial(self.answerer, self.load_weights(state))
+    def bind(self, argument: Any) -> PolicyAnswerer:
+        """Returns an answerer with the policy of an argument of the weight source."""
+        return partial(self.answerer, self.load_weights(argument))
 
 
 # The choice among several lengths relies on measurements of the run's own rollouts.
@@ -162,10 +171,9 @@ def compile_evaluator(
     scorers: SetScorers,
     say: LinePrinter,
     with_text: bool = False,
+    source: WeightSource | None = None,
 ) -> tuple[Evaluator, EvaluationProgram]:
     """Compiles an evaluator's own program. Returns both.
-
-    The program takes states of the run's step, and does not consume them.
 
     Args:
       run_config: the run's config.
@@ -175,6 +183,7 @@ def compile_evaluator(
       scorers: scorers of the answers.
       say: prints warnings.
       with_text: whether records include the text of responses.
+      source: source of the weights. None: states of the run's step.
 
     Raises:
       ConfigError: the settings are invalid, or the program does not fit next to the run's state.
@@ -186,19 +195,21 @@ def compile_evaluator(
     stop = run_config.rollout.stop
     evaluation_step = build_evaluation_step(config, stop, run_step, tokenizer)
     prompts, grid = config.batch.prompts, run_step.generator.settings.grid
-    state, _, _ = abstract_arguments(run_step, run_config.batch.prompts)
+    if source is None:
+        state, _, _ = abstract_arguments(run_step, run_config.batch.prompts)
+        source = WeightSource(state, run_step.export)
+    argument, export = source
 
     # Called for each size that `fit_step` tries.
     def compile_program(step: Step) -> EvaluationProgram:
-        def sync(state: TrainState) -> RolloutWeights:
-            factors = resize_overlap(state.generator.overlap_by_factor, step.generator, grid)
+        def load(argument: Any) -> RolloutWeights:
+            exported, state = export(argument)
+            factors = resize_overlap(state.overlap_by_factor, step.generator, grid)
             # A fixed draft length needs no chooser. The overlap table must have the new depth.
-            generator_state = state.generator.replace(
-                overlap_by_factor=factors, chooser=NoChooser()
-            )
-            return step.sync(state.replace(generator=generator_state))
+            state = state.replace(overlap_by_factor=factors, chooser=NoChooser())
+            return step.generator.load(exported, state)
 
-        load_weights, weights = compile_ahead(sync, state)
+        load_weights, weights = compile_ahead(load, argument)
         prompt_shapes = abstract_prompts(step.generator, prompts)
         answerer = compile_answerer(step.generator, weights, prompt_shapes)
         return EvaluationProgram(load_weights, answerer)
@@ -206,8 +217,8 @@ def compile_evaluator(
     # Evaluations do not learn, so the size of micro-batches has no effect on their memory.
     choices = automatic_sizes(config, mesh)._replace(tokens=False)
     fit = fit_step(evaluation_step, prompts, compile_program, choices)
-    source = PromptSource(sets, fit.step.generator, prompts, tokenizer.pad_id)
-    judge = Judge(scorers, tokenizer, source.group_size)
-    scorer = RolloutScorer(config, fit.step, source, judge, say)
-    evaluator = Evaluator(source, scorer, config, config.batch.group_size, with_text)
+    prompt_source = PromptSource(sets, fit.step.generator, prompts, tokenizer.pad_id)
+    judge = Judge(scorers, tokenizer, prompt_source.group_size)
+    scorer = RolloutScorer(config, fit.step, prompt_source, judge, say)
+    evaluator = Evaluator(prompt_source, scorer, config, config.batch.group_size, with_text)
     return evaluator, fit.compiled

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.host.programs import SlicedAnswerer, TimedRollout
+from jaxspec.host.programs import SlicedAnswerer, TimedRollout, sync_weights
 from jaxspec.state import Drafter, Prompts, TrainState
 from jaxspec.step import Step
 
@@ -38,7 +38,7 @@ def compare_decoding(
     pairs within about `budget` seconds, but at least one. Times are medians over these pairs. The
     numbers of passes are those of the first pair.
     """
-    rollout_weights = jax.jit(step.sync)(state)
+    rollout_weights = sync_weights(step, state)
     no_draft = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
     variants = (
         (step.generator.without_draft(), rollout_weights.replace(drafter=no_draft)),

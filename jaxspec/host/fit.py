@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from jaxspec.build import AutomaticSizes
 from jaxspec.host.memory import (
     LEARNERS,
+    LEARNING_SIDE,
     SPARE,
     MemoryUse,
     compute_usage,
@@ -163,17 +164,21 @@ def _shrink_sizes(
     usage = compute_usage(step, prompts)
     learners = {name: program for name, program in compiled.programs.items() if name in LEARNERS}
     generation = {
-        name: program for name, program in compiled.programs.items() if name not in LEARNERS
+        name: program
+        for name, program in compiled.programs.items()
+        if name not in (LEARNERS if step.shares_devices else LEARNING_SIDE)
     }
     # A step in a single program reports the maximum over learning and generation. Generation is
     # then compiled by itself.
     generation = generation or {"generate": compile_generation_alone(step, prompts)}
     peak = peak_size(generation, usage.training)
-    learner_peak = peak_size(learners, usage.training)
-    # The larger one is shrunk. One program of both takes a little more than generation alone, even
-    # where generation is the larger. The margin keeps that from shrinking a micro-batch.
-    if learner_peak > peak + peak // LEARNING_MARGIN:
-        sizes = smaller_tokens if usage.training + learner_peak > limit else step.sizes
+    state_size = sum(use.size for use in usage.training_uses)
+    learner_peak = peak_size(learners, state_size)
+    # The larger one is shrunk. With devices of their own, each that does not fit is. One program of
+    # both takes a little more than generation alone, even where generation is the larger. The
+    # margin keeps that from shrinking a micro-batch.
+    if not step.shares_devices or learner_peak > peak + peak // LEARNING_MARGIN:
+        sizes = smaller_tokens if state_size + learner_peak > limit else step.sizes
     else:
         sizes, peak = step.sizes, max(peak, learner_peak)
     # The measured peak already contains the pool, so its bytes are free for the new one.

@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import hashlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from jaxspec.config.as_json import flatten_settings, to_json
 from jaxspec.config.check import check_config
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import check_folders, resolve_config
-from jaxspec.config.settings import ResolvedConfig
+from jaxspec.config.settings import GenerationConfig, ResolvedConfig, ScheduleConfig
+from jaxspec.config.split import check_meshes
 from jaxspec.inputs.checked import ConfigError, first_line, require, translate_settings
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.inputs.spec import ModelSpec
@@ -35,23 +35,17 @@ from jaxspec.processes.process_0 import broadcast_number
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.step import Step
 from jaxspec.storage.cache import cache_folder, read_sources
+from jaxspec.system.errors import describe_expected_error
 from jaxspec.system.files import expand_user_path, hash_file
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.terminal import print_line
 from jaxspec.system.version import package_version
 from jaxspec.tokens.tokenizer import TOKENIZER_FILES, Tokenizer, character_tokenizer, load_tokenizer
 
-_PACKAGE = Path(__file__).parent.parent
 _DAY_KEYS = {"config.json": "today", "evaluation.json": "config.today"}
 """Files that record the day of a folder's prompts, with the key that holds it."""
-_CONNECTION_LOST = re.compile(
-    "gloo|nccl|connection (closed|reset|refused)|barrier|heartbeat", re.IGNORECASE
-)
-"""Pattern of JAX's errors when the connection to another process is lost."""
 _PROGRAM_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAXSPEC_LOCAL_DEVICES")
 """Environment variables that affect a process's programs or its number of devices."""
-_MAX_NAME_LENGTH = 200
-"""Length limit in characters of a file name in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +87,12 @@ def run_program(
     argv: Sequence[str] | None = None,
     swept_settings: Sequence[str] = (),
     used_settings: str = "",
+    splits_devices: bool = False,
 ) -> int:
     """Runs `body` with the job of the command line.
 
-    `swept_settings` and `used_settings` are passed to `load_config`. Returns the exit status of
-    `body`, or that of an error (`run_and_report_errors`).
+    `swept_settings` and `used_settings` are passed to `load_config`, and `splits_devices` to
+    `open_job`. Returns the exit status of `body`, or that of an error (`run_and_report_errors`).
     """
 
     def load_and_run() -> int:
@@ -108,7 +103,7 @@ def run_program(
             swept_settings,
             used_settings,
         )
-        return run_config(lambda say: resolve_config(config, say), body)
+        return run_config(lambda say: resolve_config(config, say), body, splits_devices)
 
     return run_and_report_errors(load_and_run)
 
@@ -116,13 +111,14 @@ def run_program(
 def run_config(
     read_config: Callable[[Callable[[str], Any]], ResolvedConfig],
     body: Callable[[Job, Interrupt], int],
+    splits_devices: bool = False,
 ) -> int:
     """Opens the job of a config and runs `body`. `read_config` gets a function to print with."""
     with Interrupt(on_exit=peers.leave_job) as interrupt:
         # Only process 0 prints, and processes have no numbers before the job is open.
         messages: list[str] = []
         with interrupt.exit_on_signal("starting"):
-            job = open_job(read_config(messages.append))
+            job = open_job(read_config(messages.append), splits_devices)
         for line in messages:
             job.say(line)
         return body(job, interrupt)
@@ -138,7 +134,7 @@ def run_and_report_errors(work: Callable[[], int]) -> int:
     try:
         status, message = work(), ""
     except (ConfigError, Diverged, MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
-        message = _describe_error(error)
+        message = describe_expected_error(error)
         if not message:
             _report_unexpected_error(error)
             raise
@@ -166,74 +162,41 @@ def _report_unexpected_error(error: Exception) -> None:
         peers.leave_job(1, f"{type(error).__name__}: {first_line(error)}")
 
 
-def _describe_error(error: Exception) -> str:
-    """Returns the message for an expected error.
-
-    Returns an empty string for an unexpected one, whose traceback must be printed.
-    """
-    if isinstance(error, OSError):
-        name = str(error.filename or "")
-        name = (
-            name
-            if len(name) <= _MAX_NAME_LENGTH
-            else f"{name[: _MAX_NAME_LENGTH // 2]}...{name[-_MAX_NAME_LENGTH // 2 :]}"
-        )
-        return (
-            f"{name}: {error.strerror}; see to that and run the same command again" if name else ""
-        )
-    if isinstance(error, MemoryError):
-        # The last line in this package tells which array was too large.
-        package_frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename).is_relative_to(_PACKAGE)
-        ]
-        location = "".join(
-            f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
-            for frame in package_frames[-1:]
-        )
-        details = "; ".join(filter(None, (str(error), location)))
-        return (
-            f"this machine has too little memory ({details}); lower the setting that asks for it,"
-            " or use a larger machine"
-        )
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        # JAX has no error type for a lost connection, only messages of the transport.
-        connection_lost = jax.distributed.is_initialized() and _CONNECTION_LOST.search(str(error))
-        peer_message = (
-            "another process of the job has ended, and its own last lines say why"
-            f" ({first_line(error)})"
-        )
-        return (
-            f"{peer_message}; the same command goes on from the last checkpoint"
-            if connection_lost
-            else ""
-        )
-    return str(error)
-
-
 def run_without_saving(activity: str, work: Callable[[Interrupt], int]) -> int:
     """Runs `work` as `run_and_report_errors` does. A signal during `activity` ends it at once."""
     with Interrupt(on_exit=peers.leave_job) as interrupt, interrupt.exit_on_signal(activity):
         return run_and_report_errors(lambda: work(interrupt))
 
 
-def open_job(config: ResolvedConfig) -> Job:
-    """Starts JAX, joins the processes of the job, and builds the step."""
+def open_job(config: ResolvedConfig, splits_devices: bool = False) -> Job:
+    """Starts JAX, joins the processes of the job, and builds the step.
+
+    If `splits_devices` is not set, all devices both learn and generate.
+    """
+    if not splits_devices and config.schedule.kind == "pipelined":
+        config = dataclasses.replace(
+            config, schedule=ScheduleConfig(), generation=GenerationConfig()
+        )
     # A CPU runs one data shard per core, unless weights would be split over the shards. Its cores
     # share one memory, so splitting saves none, and many collectives can starve its few threads.
     split = largest_weight_size(config.model) >= config.mesh.shard_above
     members = config.mesh.expert * config.mesh.tensor
     shards = config.mesh.data or (1 if split else max(1, core_count() // members))
-    configure_jax(config, shards * members)
+    configure_jax(config, shards * members + config.generation.devices)
     join_job(collect_job_values(config))
-    mesh = meshes.make_mesh(*check_config(config, count_devices(), jax.process_count()))
-    job = make_job(config, mesh)
+    shapes = check_meshes(config, count_devices(), jax.process_count())
+    mesh = meshes.make_mesh(*shapes.learner)
+    generator_mesh = mesh
+    if shapes.generator_devices:
+        devices = jax.devices()[-shapes.generator_devices :]
+        generator_mesh = meshes.make_mesh(*shapes.generator, devices)
+    job = make_job(config, mesh, generator_mesh)
     # Errors in the input folders are reported before any long work.
     check_folders(config, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
-    if mesh.size < jax.device_count():
+    used_devices = mesh.size + (0 if generator_mesh is mesh else generator_mesh.size)
+    if used_devices < jax.device_count():
         job.say(
-            f"using {mesh.size} of {jax.device_count()} devices: more data shards would not"
+            f"using {used_devices} of {jax.device_count()} devices: more data shards would not"
             " divide every batch (batch.prompts, rows)"
         )
     return job
@@ -299,8 +262,10 @@ def largest_weight_size(model: ModelSpec) -> int:
     return max(model.vocab * model.embed, model.layers * layer)
 
 
-def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
+def make_job(config: ResolvedConfig, mesh: Mesh, generator_mesh: Mesh | None = None) -> Job:
     """Builds a job from a config and a mesh.
+
+    The generator has `generator_mesh`, or the same mesh if that is None.
 
     Raises:
       ConfigError: The tokenizer is missing or damaged, has no end token, or has more tokens than
@@ -328,6 +293,9 @@ def make_job(config: ResolvedConfig, mesh: Mesh) -> Job:
         with translate_settings({"rollout.stop": "eval.stop"}):
             tokenizer.with_stops(config.eval.stop, ()).build_stop_table(config.eval.stop)
     step = _build_step(config, mesh, tokenizer)
+    if generator_mesh is not None and generator_mesh != mesh:
+        generator = _build_step(config, generator_mesh, tokenizer).generator
+        step = dataclasses.replace(step, generator=generator)
     return Job(config=config, tokenizer=tokenizer, mesh=mesh, step=step)
 
 
@@ -382,6 +350,16 @@ def to_local_step(config: ResolvedConfig, step: Step, tokenizer: Tokenizer) -> S
     data_shards = check_config(local_config, jax.local_device_count()).data
     mesh = meshes.make_mesh(data_shards, devices=jax.local_devices())
     return _build_step(config, mesh, tokenizer)
+
+
+def build_learner_step(job: Job) -> Step:
+    """Builds a step whose generator has the learner's devices too.
+
+    Returns the job's own step if it has one mesh.
+    """
+    if job.step.shares_devices:
+        return job.step
+    return _build_step(with_full_pool(job.config), job.mesh, job.tokenizer)
 
 
 def _build_step(config: ResolvedConfig, mesh: Mesh, tokenizer: Tokenizer) -> Step:

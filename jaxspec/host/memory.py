@@ -38,18 +38,15 @@ class DeviceBytes(NamedTuple):
     """Bytes on each device, computed from shapes."""
 
     training_uses: list[MemoryUse]
-    """Memory held during the whole run."""
+    """Memory that learning holds during the whole run."""
+    training: int
+    """Bytes of `training_uses` on the devices that generate: 0 if these do not learn."""
     weights: int
     """Bytes of the weights in the rollout layout."""
     pool: int
     """Bytes of one pool of keys and values."""
     pool_count: int
     """Largest number of pools that exist at once."""
-
-    @property
-    def training(self) -> int:
-        """Bytes of `training_uses`."""
-        return sum(use.size for use in self.training_uses)
 
     def room(self, limit: int) -> int:
         """Returns the bytes available to each pool within `limit`."""
@@ -85,6 +82,7 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
     ]
     return DeviceBytes(
         training_uses=training_uses,
+        training=sum(use.size for use in training_uses) if step.shares_devices else 0,
         weights=generator.count_weight_bytes(rollout_weights),
         pool=_tree_size((decode_state.caches, prompt_caches)) // step.generator.mesh.size,
         # A pilot times each draft length from the same state, so its pool cannot be donated.
@@ -97,19 +95,43 @@ def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> l
 
     Owners are arrays of the training state, the rollout copy of the weights, the pool of keys and
     values, the batch of dynamic sampling, and temporary buffers of the compiled `programs`. The
-    buffers are mostly activations of a micro-batch. Owners without memory are left out.
+    buffers are mostly activations of a micro-batch. Owners without memory are left out. If learning
+    and generation have devices of their own, lists those of the side that needs more.
     """
     usage = compute_usage(step, prompts)
-    # Programs never run at the same time, so only the largest one counts.
-    peak = peak_size(programs, usage.training)
-    pool = usage.pool_count * usage.pool
+    learning = {name: program for name, program in programs.items() if name in LEARNING_SIDE}
+    generation = {name: program for name, program in programs.items() if name not in LEARNING_SIDE}
+    # Programs of a device never run at the same time, so only the largest one counts.
+    if step.shares_devices:
+        both = _list_generation_uses(step, prompts, usage, peak_size(programs, usage.training))
+        return [use for use in (*usage.training_uses, *both) if use.size]
+    state_size = sum(use.size for use in usage.training_uses)
+    temporaries = MemoryUse(
+        TEMPORARIES, peak_size(learning, state_size), _describe_tokens_remedy(step)
+    )
+    sides = (
+        [*usage.training_uses, temporaries],
+        _list_generation_uses(step, prompts, usage, peak_size(generation, 0)),
+    )
+    larger_side = max(sides, key=lambda side: sum(use.size for use in side))
+    return [use for use in larger_side if use.size]
+
+
+def _describe_tokens_remedy(step: Step) -> str:
+    """Names the settings that reduce temporary buffers, with their values."""
     min_tokens = step.generator.row_length - 1
-    tokens_remedy = (
+    return (
         f"--batch.micro_tokens, now {step.learner.micro_tokens} and at least {min_tokens},"
         " --model.remat, or more --mesh.tensor"
     )
-    memory = [
-        *usage.training_uses,
+
+
+def _list_generation_uses(
+    step: Step, prompts: int, usage: DeviceBytes, peak: int
+) -> list[MemoryUse]:
+    """Lists memory use of generation, whose largest program has `peak` bytes."""
+    pool = usage.pool_count * usage.pool
+    return [
         MemoryUse(
             "weights as generation reads them",
             usage.weights,
@@ -124,9 +146,8 @@ def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> l
             "--dynamic_sampling.max_batches 0, or smaller batches",
         ),
         # The compiler reports one sum. Shapes tell how much of it is weights and pool.
-        MemoryUse(TEMPORARIES, max(peak - usage.weights - pool, 0), tokens_remedy),
+        MemoryUse(TEMPORARIES, max(peak - usage.weights - pool, 0), _describe_tokens_remedy(step)),
     ]
-    return [use for use in memory if use.size]
 
 
 def _describe_pool_remedy(step: Step, prompts: int) -> str:
@@ -147,8 +168,10 @@ def _describe_pool_remedy(step: Step, prompts: int) -> str:
 
 LEARNERS = ("step", "train")
 """Names of programs that run the learner. Their arguments include the whole training state."""
-_LOADER = "prepare"
-"""Name of the program whose arguments are only parts of the training state."""
+_LOADERS = ("prepare", "publish")
+"""Names of programs whose arguments are only parts of the training state."""
+LEARNING_SIDE = (*LEARNERS, "publish", "receive")
+"""Names of programs of the learner's side, if generation has other devices."""
 
 
 def peak_size(programs: Mapping[str, Any], state: int) -> int:
@@ -162,7 +185,7 @@ def _extra_size(name: str, program: Any, state: int) -> int:
     if stats is None:  # some backends have no memory analysis
         return 0
     # Arguments that are part of the training state are already counted by its owners.
-    shared = state if name in LEARNERS else stats.argument_size_in_bytes if name == _LOADER else 0
+    shared = state if name in LEARNERS else stats.argument_size_in_bytes if name in _LOADERS else 0
     # Donated arguments share memory with outputs, and would be counted twice.
     inputs = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.temp_size_in_bytes + max(inputs - shared, 0)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import mesh as meshes
+from jaxspec.links import Link, MeshLink, SameMesh
 from jaxspec.processes import global_arrays
 from jaxspec.rl.train_batch import plan_shardings
 from jaxspec.rollout.decode_state import DecodeState
@@ -42,16 +43,17 @@ def abstract_arguments(step: Step, prompts: int) -> tuple[TrainState, ScoredRoll
     state = jax.tree.map(
         abstract_leaf, jax.eval_shape(step.init_random_state), step.state_shardings()
     )
-    return state, abstract_scored_rollout(step, prompts), abstract_prompts(step.generator, prompts)
+    scored = abstract_scored_rollout(step, prompts, step.learner.mesh)
+    return state, scored, abstract_prompts(step.generator, prompts)
 
 
-def abstract_scored_rollout(step: Step, prompts: int) -> ScoredRollout:
-    """Describes a scored rollout without allocating it."""
+def abstract_scored_rollout(step: Step, prompts: int, mesh: Mesh) -> ScoredRollout:
+    """Describes a scored rollout on a mesh without allocating it."""
     rows = prompts * step.generator.settings.group_size
     shapes = jax.eval_shape(lambda: step.empty_scored_rollout(rows))
     # The plan's first axis is not rows, so it has shardings of its own.
-    plan = jax.tree.map(abstract_leaf, shapes.plan, plan_shardings(step.learner.mesh))
-    return _abstract_rows(shapes, step.learner.mesh).replace(plan=plan)
+    plan = jax.tree.map(abstract_leaf, shapes.plan, plan_shardings(mesh))
+    return _abstract_rows(shapes, mesh).replace(plan=plan)
 
 
 def abstract_prompts(generator: Generator, prompts: int) -> Prompts:
@@ -95,6 +97,27 @@ def compile_ahead(
     with track_compilation(function, arguments, cache_folder() / "compile_seconds", print_line):
         program = lowered.compile()
     return program, jax.tree.map(abstract_leaf, lowered.out_info, program.output_shardings)
+
+
+def open_weight_link(step: Step, state: TrainState) -> Link:
+    """Opens the link of exported weights, from shapes and shardings of a state."""
+    exported = jax.eval_shape(step.export, state)
+    source = jax.tree.map(abstract_leaf, exported, step.learner.train_layout(exported))
+    if step.shares_devices:
+        return SameMesh(source)
+    # Weights arrive split over all devices of the generator, so that each travels once. Loading
+    # spreads them.
+    landing = meshes.split_rollout_layout(step.generator.mesh, exported)
+    return MeshLink(source, jax.tree.map(abstract_leaf, exported, landing))
+
+
+def sync_weights(step: Step, state: TrainState) -> RolloutWeights:
+    """Returns a state's weights on the generator's mesh, as it loads them."""
+    if step.shares_devices:
+        return jax.jit(step.sync)(state)
+    link = open_weight_link(step, state)
+    packed = jax.jit(lambda state: link.pack(step.export(state)))(state)
+    return jax.jit(lambda packed: step.generator.load(*link.unpack(packed)))(link.move(packed))
 
 
 def compile_for_generator(

@@ -17,7 +17,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec.compiled.roofline import DEFAULT_CARD, GeneratorDevices, find_card_by_kind
-from jaxspec.host.programs import abstract_leaf, compile_for_generator, put_like, times_real_rounds
+from jaxspec.host.programs import (
+    abstract_leaf,
+    compile_for_generator,
+    put_like,
+    sync_weights,
+    times_real_rounds,
+)
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import EXPERT, TENSOR, replicated_sharding, row_shard_count
 from jaxspec.processes.devices import describe_machine
@@ -55,7 +61,7 @@ def fill_length_chooser(step: Step, state: TrainState, prompts: Prompts) -> Trai
     if isinstance(state.generator.chooser, NoChooser):
         return state
     predicts_costs = times_real_rounds(step.generator)  # predictions need only shapes
-    weights = jax.eval_shape(step.sync, state) if predicts_costs else jax.jit(step.sync)(state)
+    weights = jax.eval_shape(step.sync, state) if predicts_costs else sync_weights(step, state)
     chooser = make_length_chooser(step.generator, weights, prompts)
     chooser = put_like(
         chooser, jax.tree.map(abstract_leaf, chooser, step.state_shardings().generator.chooser)

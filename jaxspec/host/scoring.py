@@ -17,7 +17,7 @@ from jaxspec.rewards.outcome import Outcome
 from jaxspec.rewards.shaping import overlong_penalty
 from jaxspec.rl import dynamic_sampling
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.state import LENGTH, PackingPlan, Rollout, ScoredRollout
+from jaxspec.state import Rollout, ScoredRollout
 from jaxspec.step import Step
 from jaxspec.system.terminal import LinePrinter
 
@@ -26,6 +26,7 @@ class ScoringResult(NamedTuple):
     """A scored rollout, and its rewards over all processes."""
 
     scored: ScoredRollout
+    """On the generator's mesh, without a plan."""
     reward_metrics: dict[str, float]
     """Metrics of rewards and outcomes, except of groups."""
     samples: list[dict[str, Any]]
@@ -51,9 +52,9 @@ class RolloutScorer:
         judge: Judge,
         say: LinePrinter,
     ) -> None:
-        self._config, self._step, self._say = config, step, say
+        self._config, self._say = config, say
         self._source, self._judge = source, judge
-        self._layout = abstract_scored_rollout(step, config.batch.prompts)
+        self._layout = abstract_scored_rollout(step, config.batch.prompts, step.generator.mesh)
 
     def score_training(self, number: int, rollout: Rollout) -> ScoringResult:
         """Scores a training rollout, and stores its answers for drafts that look them up.
@@ -93,38 +94,6 @@ class RolloutScorer:
             rows = np.flatnonzero(self._source.is_local_row).astype(np.int32)
             self._judge.start_scoring(self._source.local_problems(number), rollout, rows)
 
-    def empty_rollout(self) -> ScoredRollout:
-        """Returns a scored rollout with nothing to learn."""
-        rows = len(self._source.is_local_row)
-        return put_like(self._step.empty_scored_rollout(rows), self._layout)
-
-    def plan_micro_batches(self, scored: ScoredRollout) -> ScoredRollout:
-        """Plans the micro-batches of a scored rollout for this mesh. Replaces any earlier plan."""
-        is_local = self._source.is_local_row
-        rows = np.flatnonzero(is_local).astype(np.int32)
-        token_counts = np.zeros(len(is_local), np.float32)
-        lengths, status, valid = (
-            global_arrays.read_local_rows(leaf, rows)
-            for leaf in (scored.rollout.lengths, scored.rollout.status, scored.valid)
-        )
-        token_counts[rows] = self._count_read_tokens(lengths, status, valid)
-        return scored.replace(plan=self._make_plan(global_arrays.sum_over_processes(token_counts)))
-
-    def set_learn_flag(self, scored: ScoredRollout) -> ScoredRollout:
-        """Sets `learn` of a planned rollout: whether any token is read."""
-        learn = bool(np.asarray(scored.plan.micro_batch_count).any())
-        return scored.replace(learn=put_like(learn, self._layout.learn))
-
-    def _count_read_tokens(
-        self, lengths: np.ndarray, status: np.ndarray, valid: np.ndarray
-    ) -> np.ndarray:
-        """Returns the number of tokens of each row that the learner reads."""
-        is_filtered = (status == LENGTH) & self._config.overlong.filter
-        return np.where(valid & ~is_filtered, lengths - 1, 0)
-
-    def _make_plan(self, token_counts: np.ndarray) -> PackingPlan:
-        return put_like(self._step.plan_batch(token_counts.astype(np.int32)), self._layout.plan)
-
     def _join_rewards(self, judged: RolloutScores, rollout: Rollout) -> ScoringResult:
         config, scores, rows = self._config, judged.scores, judged.rows
         rewarded, overlong = judged.has_reward, config.overlong
@@ -134,12 +103,11 @@ class RolloutScorer:
             overlong.buffer,
             overlong.penalty,
         )
-        # Of the rows of other processes, a process gets only these four numbers.
+        # Of the rows of other processes, a process gets only these three numbers.
         local_columns = {
             "rewarded": rewarded,
             "reward": np.where(rewarded, scores.rewards, 0),
             "penalty": np.where(rewarded, penalties, 0),
-            "read": self._count_read_tokens(judged.lengths, judged.status, rewarded),
         }
         columns = np.zeros((len(local_columns), len(self._source.is_local_row)), np.float32)
         for number, column in enumerate(local_columns.values()):
@@ -154,19 +122,13 @@ class RolloutScorer:
         ended_count, valid = count_of["ended"], by_name["rewarded"] > 0
         failed_count = ended_count - float(valid.sum())
         self._require_few_failed(failed_count, ended_count, scores.reason)
-        # A batch without labels counts as a skipped update. One that only overlong.filter has
-        # emptied must not, so it is not learned from. One without any reward still counts.
-        learn = bool(by_name["read"].any() or not valid.any())
         rewards, is_valid, learn = put_like(
-            (by_name["reward"] + by_name["penalty"], valid, learn),
+            (by_name["reward"] + by_name["penalty"], valid, False),
             (self._layout.rewards, self._layout.valid, self._layout.learn),
         )
-        scored = ScoredRollout(
-            rollout=rollout,
-            rewards=rewards,
-            valid=is_valid,
-            plan=self._make_plan(by_name["read"]),
-            learn=learn,
+        # The learner's side plans it, and decides whether to learn from it.
+        scored = self._layout.replace(
+            rollout=rollout, rewards=rewards, valid=is_valid, plan=None, learn=learn
         )
         valid_count, metrics = float(valid.sum()), self._outcome_metrics(count_of)
         if valid_count:

@@ -53,9 +53,9 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: Path, process_index: int) -> None:
-        self._workdir = Path(workdir)
+        self.folder = Path(workdir)
         self._silent = process_index != 0
-        self._events = _EventWriter(self._workdir / _EVENTS)
+        self._events = _EventWriter(self.folder / _EVENTS)
         # A killed run may have left half a line, to which the next line would be appended.
         self._truncate_files(math.inf)
 
@@ -77,7 +77,7 @@ class MetricsWriter:
         """
         if not self._silent:
             json_record = to_json_value(record)
-            append_records(self._workdir / _METRICS, [json_record])
+            append_records(self.folder / _METRICS, [json_record])
             self._events.write_numbers(
                 json_record["step"],
                 {
@@ -90,9 +90,7 @@ class MetricsWriter:
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends one line per sample, with its step."""
         if not self._silent:
-            append_records(
-                self._workdir / _SAMPLES, ({"step": step, **sample} for sample in samples)
-            )
+            append_records(self.folder / _SAMPLES, ({"step": step, **sample} for sample in samples))
 
     def truncate_from(self, step: int) -> None:
         """Removes the lines of `step` and later.
@@ -109,8 +107,8 @@ class MetricsWriter:
 
     def _truncate_files(self, step: float | int) -> None:
         if not self._silent:
-            truncate_records(self._workdir / _METRICS, step)
-            truncate_records(self._workdir / _SAMPLES, step)
+            truncate_records(self.folder / _METRICS, step)
+            truncate_records(self.folder / _SAMPLES, step)
 
 
 class _EventWriter:

@@ -193,14 +193,19 @@ EVALUATION = (
 TIME = (
     Metric("time/data", "s", "Choosing and placing the prompts.", sum),
     Metric("time/reward", "s", "Scoring the answers.", sum),
-    Metric("time/prepare", "s", "Export, transfer and load of the weights, in a staged run.", sum),
-    Metric("time/generate", "s", "Generation, in a staged run.", sum),
-    Metric("time/train", "s", "Learning from this batch, in a staged run.", sum),
+    Metric(
+        "time/prepare",
+        "s",
+        "Export and load of the weights, in a staged run. In a pipelined run, load.",
+        sum,
+    ),
+    Metric("time/generate", "s", "Generation, in a staged or pipelined run.", sum),
+    Metric("time/train", "s", "Learning from this batch, in a staged or pipelined run.", sum),
     Metric(
         "time/step",
         "s",
         "Sum of the seconds of this batch. In a fused run, the call that generated it, which also"
-        " learned from the batch before.",
+        " learned from the batch before. In a pipelined run, the seconds of the learner.",
         sum,
     ),
     Metric(
@@ -210,6 +215,22 @@ TIME = (
         sum,
     ),
 )
+PIPELINE = (
+    Metric(
+        "time/exposed_generation",
+        "s",
+        "Wait of the learner for this batch and its transfer, after the update before it.",
+    ),
+    Metric("time/swap", "s", "Export of the weights after the update on this batch."),
+    Metric("time/plan", "s", "Planning of its micro-batches."),
+    Metric("time/other", "s", "All else of the learner: records, checkpoints."),
+    Metric("time/idle_generate", "s", "Wait of the generator for the version that samples it."),
+    Metric("time/send", "s", "Start of its transfer to the learner."),
+    Metric("time/evaluate", "s", "Evaluations."),
+    Metric("time/generator_other", "s", "All else of the generator."),
+    Metric("time/generator_step", "s", "Sum of the generator's seconds of this batch."),
+    Metric("pipeline/queue_depth", "batches", "Batches that waited at the start of the update."),
+)
 SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "Rewards": REWARDS,
     "Dynamic sampling": DYNAMIC_SAMPLING,
@@ -217,6 +238,7 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "Learning": LEARNING,
     "Evaluations": EVALUATION,
     "Seconds": TIME,
+    "Pipelined runs": PIPELINE,
 }
 _PLACEHOLDERS = {"depth": r"\d+", "quarter": r"[1-4]", "k": r"\d+", "set": r"[^/]+"}
 

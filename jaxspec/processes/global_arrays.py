@@ -39,6 +39,11 @@ def locate_rows(mesh: Mesh, count: int) -> tuple[np.ndarray, np.ndarray]:
     return copies, owners
 
 
+def own_rows(mesh: Mesh, count: int) -> np.ndarray:
+    """Returns the numbers of the rows that this process owns."""
+    return np.flatnonzero(locate_rows(mesh, count)[1] == jax.process_index()).astype(np.int32)
+
+
 def read_local_rows(array: jax.Array, rows: np.ndarray) -> np.ndarray:
     """Reads rows of a global array.
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec import mesh as meshes
 from jaxspec.config.settings import DynamicSamplingConfig
 from jaxspec.host.programs import abstract_scored_rollout, put_like
-from jaxspec.host.scoring import RolloutScorer, ScoringResult, outcome_metric
+from jaxspec.host.scoring import ScoringResult, outcome_metric
 from jaxspec.metrics.batch import merge_rollout_metrics
 from jaxspec.rewards.outcome import Outcome
 from jaxspec.rl import dynamic_sampling
@@ -39,17 +39,17 @@ class PartialBatch:
 class BatchFiller:
     """Fills batches with groups from several rollouts."""
 
-    def __init__(
-        self, settings: DynamicSamplingConfig, step: Step, prompts: int, scorer: RolloutScorer
-    ) -> None:
-        self._settings, self._prompts, self._scorer = settings, prompts, scorer
-        self._mesh, self._mini_batches = step.learner.mesh, step.mini_batches
-        template = abstract_scored_rollout(step, prompts).replace(plan=None)
+    def __init__(self, settings: DynamicSamplingConfig, step: Step, prompts: int) -> None:
+        self._settings, self._step, self._prompts = settings, step, prompts
+        self._mesh = step.generator.mesh
+        template = abstract_scored_rollout(step, prompts, self._mesh).replace(plan=None)
+        self._template = template
         self._layout = jax.tree.map(lambda leaf: leaf.sharding, template)
 
     def empty_batch(self) -> PartialBatch:
         """Returns a batch without groups."""
-        return PartialBatch(self._scorer.empty_rollout().replace(plan=None))
+        rows = self._step.empty_scored_rollout(len(self._template.rewards)).replace(plan=None)
+        return PartialBatch(put_like(rows, self._template))
 
     def add_rollout(
         self, batch: PartialBatch, scoring: ScoringResult, metrics: dict[str, Any]
@@ -57,7 +57,8 @@ class BatchFiller:
         """Adds a rollout to a batch.
 
         Only groups with differing rewards are added. The rows of `batch` are donated. Returns the
-        batch to fill next, and the complete batch with its metrics if there is one.
+        batch to fill next, and the complete batch with its metrics if there is one. Batches have no
+        plans.
 
         Raises:
           Diverged: `dynamic_sampling.max_batches` rollouts had no such group. `batch` is unchanged.
@@ -86,15 +87,14 @@ class BatchFiller:
             "dynamic_sampling/carried": len(carried_groups),
             "dynamic_sampling/dropped": len(surplus) - len(carried_groups),
         }
-        full_batch = self._scorer.set_learn_flag(self._scorer.plan_micro_batches(rows))
-        return next_batch, full_batch, merge_rollout_metrics(rollout_metrics) | counts
+        return next_batch, rows, merge_rollout_metrics(rollout_metrics) | counts
 
     def _add_groups(
         self, rows: ScoredRollout, rollout: ScoredRollout, groups: np.ndarray, first_group: int
     ) -> ScoredRollout:
         """Writes groups of a rollout into a batch that has `first_group` groups already."""
         group_at_place = dynamic_sampling.assign_places(
-            groups, first_group, self._prompts, self._mini_batches
+            groups, first_group, self._prompts, self._step.mini_batches
         )
         by_row = meshes.row_sharding(self._mesh)
         layout = jax.ShapeDtypeStruct(group_at_place.shape, group_at_place.dtype, sharding=by_row)

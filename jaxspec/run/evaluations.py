@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -20,6 +20,7 @@ from jaxspec.evaluation.evaluator import (
     has_evaluation,
 )
 from jaxspec.evaluation.program import (
+    WeightSource,
     compile_evaluator,
     list_differing_settings,
     samples_per_problem,
@@ -33,6 +34,7 @@ from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names, read_json
 from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.rewards.scorer import SetScorers
+from jaxspec.run.batches import BatchPlanner
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.state import RunState
 from jaxspec.state import Prompts, PyTree, Rollout, TrainState
@@ -45,7 +47,8 @@ from jaxspec.system.terminal import LinePrinter
 class StateAnswerer(Protocol):
     """Answers prompts by the policy of `state`. A call may donate the state and replace it."""
 
-    state: TrainState
+    state: Any
+    """State of training, or exported weights if the learner has other devices."""
 
     def __call__(self, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
@@ -57,14 +60,14 @@ class StepAnswerer:
     """Answers prompts with the run's own step program."""
 
     schedule: StepSchedule
-    scorer: RolloutScorer
+    planner: BatchPlanner
     state: TrainState
 
     def __call__(self, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
         # An empty rollout has nothing to learn, so the call only generates. Each call gets a new
         # one, which it may donate.
-        result = self.schedule(self.state, self.scorer.empty_rollout(), prompts, lambda _: False)
+        result = self.schedule(self.state, self.planner.empty_rollout(), prompts, lambda _: False)
         assert result.rollout is not None, "an evaluation call is never interrupted"
         self.state = result.state
         return result.rollout
@@ -75,7 +78,7 @@ class WeightsAnswerer:
     """Answers prompts by a program of evaluations, and leaves the state as it is."""
 
     answer_prompts: PolicyAnswerer
-    state: TrainState
+    state: Any
 
     def __call__(self, prompts: Prompts) -> Rollout:
         """Answers every prompt."""
@@ -96,7 +99,7 @@ class Evaluations:
         self,
         config: ResolvedConfig,
         evaluator: Evaluator,
-        bind: Callable[[TrainState], StateAnswerer],
+        bind: Callable[[Any], StateAnswerer],
         folder: Path,
         say: LinePrinter,
     ) -> None:
@@ -149,8 +152,8 @@ class Evaluations:
         self._records.truncate_from(run.learned + queued)
 
     def __call__(
-        self, state: TrainState, step: int, stop: Callable[[], bool]
-    ) -> tuple[TrainState, dict[str, float]]:
+        self, state: Any, step: int, stop: Callable[[], bool]
+    ) -> tuple[Any, dict[str, float]]:
         """Evaluates the policy.
 
         Answers are written down under the number `step`. Donates `state` or returns it as it is.
@@ -190,13 +193,22 @@ class Evaluations:
             self._best.close()
 
 
+class AnswerMethods(NamedTuple):
+    """Two ways to answer the prompts of evaluations."""
+
+    bind: Callable[[Any], StateAnswerer]
+    """Returns an answerer that uses the program of the run's step."""
+    source: WeightSource
+    """Source of the weights for a program of evaluations."""
+
+
 @contextlib.contextmanager
 def open_evaluations(
     job: Job,
     source: PromptSource,
     scorer: RolloutScorer,
     scorers: SetScorers,
-    schedule: StepSchedule,
+    methods: AnswerMethods,
     folder: Path,
 ) -> Iterator[Evaluations]:
     """Opens the evaluations of a run until the context ends.
@@ -207,22 +219,22 @@ def open_evaluations(
       ConfigError: that program does not fit the devices, `eval.keep_best` is no metric, or the best
         checkpoint was chosen by other settings.
     """
-
-    def bind_step(state: TrainState) -> StateAnswerer:
-        return StepAnswerer(schedule, scorer, state)
-
     other_settings = list_differing_settings(job.config)
     if other_settings:
         job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
         evaluator, program = compile_evaluator(
-            job.config, job.step, job.tokenizer, source.sets, scorers, job.say
+            job.config,
+            job.step,
+            job.tokenizer,
+            source.sets,
+            scorers,
+            job.say,
+            source=methods.source,
         )
 
-        def bind(state: TrainState) -> StateAnswerer:
-            return WeightsAnswerer(program.bind(state), state)
+        methods = methods._replace(bind=lambda state: WeightsAnswerer(program.bind(state), state))
     else:
         evaluator = Evaluator(source, scorer, job.config, samples_per_problem(job.config))
-        bind = bind_step
-    evaluations = Evaluations(job.config, evaluator, bind, folder, job.say)
+    evaluations = Evaluations(job.config, evaluator, methods.bind, folder, job.say)
     with contextlib.closing(evaluations):
         yield evaluations

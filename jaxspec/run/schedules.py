@@ -1,6 +1,5 @@
 """Schedules of a step: all phases in one program, or each phase in its own."""
 
-import contextlib
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,10 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import mesh as meshes
-from jaxspec.build import automatic_sizes
-from jaxspec.host import memory
-from jaxspec.host.fit import fit_step
-from jaxspec.host.job import Job
 from jaxspec.host.programs import (
     ALL_ROUNDS,
     SlicedAnswerer,
@@ -23,7 +18,6 @@ from jaxspec.host.programs import (
     compile_answerer,
     compile_for_generator,
     put_like,
-    times_real_rounds,
 )
 from jaxspec.metrics.mean import metrics_to_host
 from jaxspec.run.round_timer import AdvanceRounds, AdvanceSlice, RoundTimer
@@ -37,7 +31,6 @@ from jaxspec.state import (
     TrainState,
 )
 from jaxspec.step import Step
-from jaxspec.system.compiling import first_start_notice
 from jaxspec.system.terminal import LinePrinter
 
 Seconds = dict[str, float]
@@ -215,7 +208,7 @@ def _compile_phases(
     )
     sync, weights = compile_ahead(step.sync, state)
     generate, programs = (
-        _compile_sliced_generation(step, weights, prompt_shapes, slice_factory)
+        compile_sliced_generation(step, weights, prompt_shapes, slice_factory)
         if slice_factory
         else _compile_whole_generation(step, weights, prompt_shapes)
     )
@@ -247,7 +240,7 @@ def _compile_whole_generation(
     return generate, {"generate": answerer}
 
 
-def _compile_sliced_generation(
+def compile_sliced_generation(
     step: Step,
     weights: RolloutWeights,
     prompts: Prompts,
@@ -309,35 +302,3 @@ def compile_timing_schedule(step: Step, prompt_count: int, slice_rounds: int = 0
         )
 
     return StepSchedule(run_step, schedule.programs, timer.request_timing)
-
-
-def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, StepSchedule]:
-    """Compiles the step of a job's config.
-
-    Sizes that the config leaves open are chosen to fit the devices. Returns the job with these
-    sizes, and the schedule. Until `stack` closes, out-of-memory errors name the owners of memory.
-
-    Raises:
-      ConfigError: the step does not fit.
-    """
-    config, prompts = job.config, job.config.batch.prompts
-    is_timing = times_real_rounds(job.step.generator)
-    how = "phase by phase" if config.schedule.kind == "staged" or is_timing else "as one program"
-    first_start = first_start_notice(meshes.has_accelerators(job.mesh))
-    job.say(f"{first_start}compiling the step {how} for {dict(job.mesh.shape)} devices")
-    start_time = time.perf_counter()
-    # With slices, a signal need not wait for the end of generation.
-    slice_rounds = config.schedule.slice_rounds if config.schedule.kind == "staged" else 0
-
-    def compile_step(step: Step) -> StepSchedule:
-        if times_real_rounds(step.generator):
-            return compile_timing_schedule(step, prompts, slice_rounds)
-        if slice_rounds:
-            return compile_staged_schedule(step, prompts, uniform_slices(slice_rounds))
-        return compile_fused_schedule(step, prompts)
-
-    fit = fit_step(job.step, prompts, compile_step, automatic_sizes(config, job.mesh))
-    sizes = memory.format_memory_uses(fit.step, fit.memory_uses, fit.limit)
-    job.say(f"compiled in {time.perf_counter() - start_time:.1f} s; {sizes}")
-    stack.enter_context(memory.explain_memory_errors(fit.memory_uses))
-    return job.with_sizes(**fit.step.sizes._asdict()), fit.compiled

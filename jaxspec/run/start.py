@@ -1,12 +1,14 @@
 """Start of a run: first weights of policy and draft, and costs of its draft lengths."""
 
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.data.history import AnswerHistory
+from jaxspec.host.job import Job, build_learner_step
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.round_cost import fill_length_chooser
@@ -17,8 +19,7 @@ from jaxspec.processes.devices import describe_machine
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.run.dynamic_batch import BatchFiller
-from jaxspec.run.schedules import StepSchedule
-from jaxspec.run.state import RunState
+from jaxspec.run.state import GenerationProgress, RunState
 from jaxspec.state import LengthChooser, NetworkState, NoChooser, Prompts, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
@@ -42,14 +43,11 @@ def read_offline_text(
 
 
 def start_run(
-    config: ResolvedConfig,
-    step: Step,
-    tokenizer: Tokenizer,
+    job: Job,
     source: PromptSource,
     filler: BatchFiller | None,
     offline_text: TextRows | None,
     interrupt: Interrupt,
-    say: LinePrinter,
 ) -> RunState:
     """Builds the state of a new run.
 
@@ -57,6 +55,9 @@ def start_run(
     rounds choose their draft length, the costs of the lengths are measured or predicted.
     `offline_text` is that of `read_offline_text`.
     """
+    config, tokenizer, say = job.config, job.tokenizer, job.say
+    # Weights are trained and placed on the learner's devices.
+    step = build_learner_step(job)
     layout, shapes = step.state_shardings(), abstract_arguments(step, config.batch.prompts)[0]
     trains_offline = config.offline.steps > 0 and isinstance(shapes.learner.draft, NetworkState)
     draft_file, network = None, None
@@ -80,19 +81,23 @@ def start_run(
             say(remark)
     # Weights are donated, so that they are not in memory twice.
     state = jax.jit(step.init_state, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
-    machine = describe_machine(step.generator.mesh)
+    machine = describe_machine(job.step.generator.mesh)
     return RunState(
-        state=_set_length_costs(step, state, source.place_training(0), say),
+        state=_set_length_costs(job.step, state, source.place_training(0), say),
         history=source.history,
-        filling=filler.empty_batch() if filler else None,
+        generation=GenerationProgress(filling=filler.empty_batch() if filler else None),
         machine=machine,
         # Accelerators time rounds in the first rollout.
-        timed_on={} if times_real_rounds(step.generator) else machine,
+        timed_on={} if times_real_rounds(job.step.generator) else machine,
     )
 
 
 def adapt_run(
-    step: Step, run: RunState, source: PromptSource, schedule: StepSchedule, say: LinePrinter
+    step: Step,
+    run: RunState,
+    source: PromptSource,
+    restart_timing: Callable[[], None],
+    say: LinePrinter,
 ) -> None:
     """Adapts a restored run to this machine.
 
@@ -108,7 +113,7 @@ def adapt_run(
     assert isinstance(state.generator.chooser, LengthChooser), "lengths are chosen by costs"
     chooser = state.generator.chooser.replace(acceptance=saved_chooser.acceptance)
     run.state = state.replace(generator=state.generator.replace(chooser=chooser))
-    schedule.restart_timing()
+    restart_timing()
     run.timed_on = {} if times_real_rounds(step.generator) else run.machine
 
 

@@ -3,16 +3,28 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxspec import mesh as meshes
 from jaxspec.data.history import AnswerHistory
 from jaxspec.host.programs import abstract_arguments
 from jaxspec.inputs.checked import require
+from jaxspec.rl.optimizers import BROKEN, SKIPPED, SOUND, assess_condition
 from jaxspec.run.dynamic_batch import PartialBatch
-from jaxspec.state import PyTree, ScoredRollout, TrainState
+from jaxspec.state import NetworkState, PyTree, ScoredRollout, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.checkpoint import Checkpoints, successor_process
+from jaxspec.system.terminal import LinePrinter
 
 FORMAT = 2
 """Version of what checkpoints hold. Another one is refused."""
+_FAULTS = {
+    SKIPPED: "last update was skipped, because its loss or gradient was not finite",
+    BROKEN: "weights or moments are not finite",
+}
 
 
 @dataclasses.dataclass
@@ -41,6 +53,16 @@ class QueuedBatch:
 
 
 @dataclasses.dataclass
+class GenerationProgress:
+    """Progress of generation in a run."""
+
+    generated: int = 0
+    """Number of training rollouts generated. Dynamic sampling may use several for a batch."""
+    filling: PartialBatch | None = None
+    """Batch that rollouts are filling. None without dynamic sampling."""
+
+
+@dataclasses.dataclass
 class RunState:
     """State of a run between two calls: all that the next call needs."""
 
@@ -49,16 +71,18 @@ class RunState:
     """Earlier answers, for drafts that look them up."""
     queue: list[QueuedBatch] = dataclasses.field(default_factory=list)
     """Batches that wait for their update, oldest first."""
-    generated: int = 0
-    """Number of training rollouts generated. Dynamic sampling may use several for a batch."""
     learned: int = 0
     """Number of batches learned from."""
-    filling: PartialBatch | None = None
-    """Batch that rollouts are filling. None without dynamic sampling."""
+    generation: GenerationProgress = dataclasses.field(default_factory=GenerationProgress)
     machine: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Machine and mesh of this process."""
     timed_on: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Machine and mesh that timed the rounds by which draft lengths are chosen."""
+
+    @property
+    def generated(self) -> int:
+        """Number of training rollouts generated."""
+        return self.generation.generated
 
     @property
     def next_batch(self) -> int:
@@ -91,9 +115,10 @@ class RunState:
             "queue": [dataclasses.asdict(item.record) for item in self.queue],
         }
         rows = None
-        if self.filling is not None:
-            rows = self.filling.rows
-            host_state["filling"] = {"groups": self.filling.groups, "metrics": self.filling.metrics}
+        filling = self.generation.filling
+        if filling is not None:
+            rows = filling.rows
+            host_state["filling"] = {"groups": filling.groups, "metrics": filling.metrics}
         process_state = None
         if self.history.past:
             host_state["keepers"] = self.history.owners
@@ -146,8 +171,60 @@ def restore_run(
         state=state,
         history=history,
         queue=[QueuedBatch(*item) for item in zip(queue, records, strict=True)],
-        generated=host_state["generated"],
         learned=host_state["learned"],
-        filling=None if filling is None else PartialBatch(filling, **host_state["filling"]),
+        generation=GenerationProgress(
+            host_state["generated"],
+            None if filling is None else PartialBatch(filling, **host_state["filling"]),
+        ),
         timed_on=host_state["timed_on"],
     )
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of a run."""
+
+    def __init__(self, step: Step, checkpoints: Checkpoints, print_line: LinePrinter) -> None:
+        self.checkpoints, self._print_line = checkpoints, print_line
+        self.unsaved = ""
+        """Why the run could not be saved last. Empty if it was saved."""
+        self._read_conditions = jax.jit(
+            _network_conditions, out_shardings=meshes.replicated_sharding(step.learner.mesh)
+        )
+
+    def save(self, run: RunState) -> None:
+        """Starts to save a checkpoint with all that the next call needs.
+
+        Weights that are not sound are not saved, and `unsaved` gets the reason.
+        """
+        # No resume could recover from unsound weights, and they would replace sound checkpoints.
+        checkpoints = self.checkpoints
+        self.unsaved = self.describe_faults(run)
+        if self.unsaved:
+            newest = checkpoints.latest_step()
+            remark = (
+                "there is none before it"
+                if newest is None
+                else f"checkpoint {newest} stays the newest"
+            )
+            self._print_line(
+                f"checkpoint {run.checkpoint_number} is not saved: {self.unsaved}; {remark}"
+            )
+            return
+        checkpoints.save(run.checkpoint_number, *run.to_checkpoint())
+
+    def describe_faults(self, run: RunState) -> str:
+        """Describes faults that a run cannot go on from. Returns "" if the weights are sound."""
+        conditions = np.asarray(self._read_conditions(run.state)).tolist()
+        # Without a draft that has weights, there is one condition only.
+        by_network = zip(("policy", "draft"), conditions, strict=False)
+        return " and ".join(
+            f"the {name}'s {_FAULTS[condition_code]}"
+            for name, condition_code in by_network
+            if condition_code != SOUND
+        )
+
+
+def _network_conditions(state: TrainState) -> Int[Array, " n"]:
+    """Returns the condition of the policy and, if it has weights, of the draft."""
+    states = state.learner.policy, state.learner.draft
+    return jnp.stack([assess_condition(item) for item in states if isinstance(item, NetworkState)])

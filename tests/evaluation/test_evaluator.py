@@ -39,7 +39,7 @@ from jaxspec.inputs.spec import ModelSpec
 from jaxspec.rollout.settings import Settings
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.start import empty_history
-from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
+from jaxspec.run.state import BatchRecord, GenerationProgress, QueuedBatch, RunState
 from jaxspec.state import EOS, FAILED, Prompts, Rollout
 from jaxspec.tokens.stop_strings import NO_STOP_STRINGS, StopTable
 from tests.conftest import small_mesh
@@ -252,7 +252,7 @@ def test_a_resumed_run_keeps_the_records_that_it_will_not_make_again(
         lines = [{"step": step, "set": "sums"} for step in (0, 4, 8)]
         (tmp_path / "evaluations.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
         queue = [QueuedBatch(finished, BatchRecord(4, metrics, []))]
-        run = RunState(state, empty_history(CONFIG), queue, generated=5, learned=4)
+        run = RunState(state, empty_history(CONFIG), queue, 4, GenerationProgress(5))
         evaluations.truncate_records(run)
         assert [record["step"] for record in RecordFile(tmp_path, 0).load_records()] == kept
 

@@ -23,10 +23,9 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.processes.devices import describe_machine
 from jaxspec.run import start
 from jaxspec.run.dynamic_batch import PartialBatch
-from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.start import adapt_run
-from jaxspec.run.state import BatchRecord, QueuedBatch, RunState, restore_run
+from jaxspec.run.state import BatchRecord, GenerationProgress, QueuedBatch, RunState, restore_run
 from jaxspec.state import LengthChooser, TrainState
 from jaxspec.storage.checkpoint import Checkpoints
 from tests.conftest import eagle3, small_mesh, tiny_config, tiny_model, tiny_network
@@ -76,7 +75,7 @@ def test_costs_of_rounds_are_those_of_the_machine(
     here = describe_machine(job.mesh)
     batches = batches_of(job, load_sets(job.config, job.tokenizer))
     history = batches.source.history
-    run = RunState(state, history, generated=3, learned=3, timed_on=here)
+    run = RunState(state, history, learned=3, generation=GenerationProgress(3), timed_on=here)
     if elsewhere:
         run.timed_on = here | {"cores": 9999}
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
@@ -85,8 +84,7 @@ def test_costs_of_rounds_are_those_of_the_machine(
         resumed = restore_run(job.step, job.config.batch.prompts, checkpoints, history)
     assert resumed is not None
     timed: list[bool] = []
-    schedule = StepSchedule(never, {}, lambda: timed.append(True))
-    adapt_run(job.step, resumed, batches.source, schedule, job.say)
+    adapt_run(job.step, resumed, batches.source, lambda: timed.append(True), job.say)
     assert timed == [True] * elsewhere
     assert resumed.timed_on == resumed.machine == here
     known = chooser_of(resumed.state)
@@ -123,22 +121,23 @@ def test_metrics_of_queued_batches_survive_a_resume(tmp_path: Path) -> None:
     config = tiny_config(MODEL, steps=4, dynamic_sampling=DynamicSamplingConfig(max_batches=2))
     job = make_job(config, small_mesh(1))
     batches = batches_of(job, load_sets(job.config, job.tokenizer))
-    source, rows = batches.source, batches.scorer.empty_rollout()
+    source, rows = batches.source, batches.planner.empty_rollout()
     state = jax.device_put(jax.jit(job.step.init_random_state)(), job.step.state_shardings())
     metrics = {"reward/mean": float("nan"), "rollout/tokens": 12}
     run = RunState(
         state,
         source.history,
         queue=[QueuedBatch(rows, BatchRecord(0, dict(metrics), []))],
-        generated=2,
-        filling=PartialBatch(rows.replace(plan=None), 1, [dict(metrics), {"reward/mean": 0.5}]),
+        generation=GenerationProgress(
+            2, PartialBatch(rows.replace(plan=None), 1, [dict(metrics), {"reward/mean": 0.5}])
+        ),
     )
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         checkpoints.save(run.checkpoint_number, *run.to_checkpoint())
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         resumed = restore_run(job.step, job.config.batch.prompts, checkpoints, source.history)
     assert resumed is not None
-    assert resumed.filling is not None
+    assert resumed.generation.filling is not None
     np.testing.assert_equal([item.record.metrics for item in resumed.queue], [metrics])
-    assert resumed.filling.groups == 1
-    np.testing.assert_equal(resumed.filling.metrics, [metrics, {"reward/mean": 0.5}])
+    assert resumed.generation.filling.groups == 1
+    np.testing.assert_equal(resumed.generation.filling.metrics, [metrics, {"reward/mean": 0.5}])

@@ -1,0 +1,78 @@
+"""Split of a job's devices between learning and generation."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxspec.config.check import MeshShape, check_config
+from jaxspec.config.settings import MeshConfig, OfflineConfig, ResolvedConfig, SftConfig
+from jaxspec.inputs.checked import require, translate_settings
+
+_GENERATION_NAMES = {f"mesh.{axis}": f"generation.{axis}" for axis in ("data", "expert", "tensor")}
+
+
+class MeshShapes(NamedTuple):
+    """Shapes of the two sides' meshes."""
+
+    learner: MeshShape
+    generator: MeshShape
+    generator_devices: int
+    """Devices of the generator alone. 0 if both sides have the same devices."""
+
+
+def check_meshes(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShapes:
+    """Checks combinations of settings, and resolves the meshes of both sides.
+
+    `devices` counts those of all processes.
+
+    Raises:
+      ConfigError: Numbers do not fit together. The message names them, and some that do.
+    """
+    count = config.generation.devices
+    if config.schedule.kind == "pipelined":
+        _check_pipelined(config, processes)
+    if not count:
+        shape = check_config(config, devices, processes)
+        return MeshShapes(shape, shape, 0)
+    require(
+        count < devices,
+        f"generation.devices {count} leave no device to learn on, of {devices} devices in all; give"
+        f" at most {devices - 1}, or 0 to take turns on all devices",
+    )
+    learner = check_config(config, devices - count, processes)
+    generation = config.generation
+    mesh = MeshConfig(
+        data=generation.data, expert=generation.expert, tensor=generation.tensor, shard_above=0
+    )
+    # Nothing but generation runs there, so the rows of other batches need not divide.
+    generation_config = replace(
+        config, mesh=mesh, sft=SftConfig(steps=0), offline=OfflineConfig(steps=0)
+    )
+    with translate_settings(_GENERATION_NAMES):
+        generator = check_config(generation_config, count, processes)
+    return MeshShapes(learner, generator, count)
+
+
+def _check_pipelined(config: ResolvedConfig, processes: int) -> None:
+    """Checks settings that a pipelined schedule does not support."""
+    require(
+        processes == 1,
+        f"schedule.kind pipelined runs in one process, and there are {processes}; start one that"
+        " sees all devices, or choose fused",
+    )
+    require(
+        not config.eval.keep_best,
+        f"eval.keep_best {config.eval.keep_best} with schedule.kind pipelined: when weights are"
+        " evaluated, the learner has newer ones already; leave it out, and see --save_every",
+    )
+    require(
+        config.rollout.past_answers == 0,
+        "earlier answers are looked up (rollout.draft.kind history or rollout.lookup.beside"
+        " history), and schedule.kind pipelined does not save them with the batches in flight;"
+        " choose another look-up, or schedule.kind fused",
+    )
+    sampling, lag = config.dynamic_sampling, config.schedule.active_lag
+    require(
+        not (sampling.max_batches and sampling.surplus == "carry"),
+        f"dynamic_sampling.surplus carry with schedule.kind pipelined: carried groups would lag"
+        f" {lag + 1} updates behind, and not {lag}; set --dynamic_sampling.surplus drop",
+    )

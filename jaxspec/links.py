@@ -1,0 +1,293 @@
+"""Links that move trees of arrays between two meshes, piece by piece.
+
+Learner and generator may have different devices and layouts. A plan cuts every array into pieces,
+so that each piece lies inside one source shard and one target shard. One program on the source mesh
+slices the pieces, each piece is copied from one device to another, and one program on the target
+mesh joins them. Neither program communicates.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.state import PyTree
+
+Packed = list[list[jax.Array]]
+"""Pieces of each array of a tree. The first axis counts devices, each of which has one entry."""
+_Cell = tuple[int, ...]
+"""Position of a piece in the grid of an array's pieces."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A copy of one piece from a source device to a target device."""
+
+    source_device: Any
+    source_slot: int
+    """Number of the piece among those of its source shard."""
+    target_device: Any
+    target_slot: int
+    """Number of the piece among those of its target shard."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayPlan:
+    """Plan of one array: how it is cut, and which copies move it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    source: NamedSharding
+    target: NamedSharding
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Number of pieces along each dimension."""
+        return tuple(
+            math.lcm(*counts)
+            for counts in zip(
+                _shard_counts(self, self.source), _shard_counts(self, self.target), strict=True
+            )
+        )
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Shape of a piece."""
+        return tuple(size // count for size, count in zip(self.shape, self.grid, strict=True))
+
+    def cells(self, sharding: NamedSharding) -> dict[Any, list[_Cell]]:
+        """Returns the cells of the pieces in each device's shard, in order."""
+        shard_grid = [
+            count // shards
+            for count, shards in zip(self.grid, _shard_counts(self, sharding), strict=True)
+        ]
+        cells: dict[Any, list[_Cell]] = {}
+        for device, index in sharding.devices_indices_map(self.shape).items():
+            ranges = []
+            for axis_slice, size, count in zip(index, self.piece_shape, shard_grid, strict=True):
+                first = (axis_slice.start or 0) // size
+                ranges.append(range(first, first + count))
+            cells[device] = list(itertools.product(*ranges))
+        return cells
+
+    @cached_property
+    def copies(self) -> list[Copy]:
+        """Copies that move the array. Each target device gets every piece of its shard once."""
+        senders: dict[_Cell, list[tuple[Any, int]]] = {}
+        for device, cells in self.cells(self.source).items():
+            for slot, cell in enumerate(cells):
+                senders.setdefault(cell, []).append((device, slot))
+        copies = []
+        for device, cells in self.cells(self.target).items():
+            for slot, cell in enumerate(cells):
+                # Replicas of a piece take turns, so that no device sends all of them.
+                replicas = senders[cell]
+                sender, sender_slot = replicas[len(copies) % len(replicas)]
+                copies.append(Copy(sender, sender_slot, device, slot))
+        return copies
+
+
+def _shard_counts(plan: ArrayPlan, sharding: NamedSharding) -> list[int]:
+    """Returns the number of shards along each dimension."""
+    shard_shape = sharding.shard_shape(plan.shape)
+    return [size // part for size, part in zip(plan.shape, shard_shape, strict=True)]
+
+
+@runtime_checkable
+class Link(Protocol):
+    """Way of trees of one structure from a source mesh to a target mesh.
+
+    `pack` and `unpack` are traced into a program of each side. `move` runs between the two.
+    """
+
+    source_layout: PyTree
+    """Shapes and shardings of packed trees on the source mesh."""
+    target_layout: PyTree
+    """Shapes and shardings of packed trees on the target mesh."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that travel with each tree."""
+        ...
+
+    def pack(self, tree: PyTree) -> PyTree:
+        """Packs a tree, in a program on the source mesh."""
+        ...
+
+    def move(self, packed: PyTree) -> PyTree:
+        """Moves a packed tree to the target mesh. Returns before it has arrived."""
+        ...
+
+    def unpack(self, packed: PyTree) -> PyTree:
+        """Unpacks a tree, in a program on the target mesh."""
+        ...
+
+
+def open_link(source: PyTree, target: PyTree) -> Link:
+    """Opens a link for trees like `source`, which become trees like `target`.
+
+    Args:
+      source: shapes, dtypes and shardings of the arrays. All have one mesh.
+      target: the same shapes and dtypes with the new shardings.
+    """
+    source_mesh, target_mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (source, target))
+    return SameMesh(source) if source_mesh == target_mesh else MeshLink(source, target)
+
+
+class SameMesh:
+    """Link between two sides that share all devices. Layouts stay as they are."""
+
+    bytes = 0
+
+    def __init__(self, layout: PyTree) -> None:
+        self.source_layout = self.target_layout = layout
+
+    def pack(self, tree: PyTree) -> PyTree:
+        """Copies a tree."""
+        # The source may donate its own arrays before the target has read them.
+        return jax.tree.map(jnp.copy, tree)
+
+    def move(self, packed: PyTree) -> PyTree:
+        """Returns the tree itself."""
+        return packed
+
+    def unpack(self, packed: PyTree) -> PyTree:
+        """Returns the tree itself."""
+        return packed
+
+
+class MeshLink:
+    """Link from a source mesh to another mesh in the same process.
+
+    Args:
+      source: shapes, dtypes and shardings of the arrays. All have one mesh.
+      target: the same shapes and dtypes with the new shardings, on another mesh.
+    """
+
+    def __init__(self, source: PyTree, target: PyTree) -> None:
+        self._leaves, self._structure = jax.tree.flatten(target)
+        # An array without elements has nothing to copy, and is made on the target mesh.
+        self._is_empty = [leaf.size == 0 for leaf in self._leaves]
+        self.plans = [
+            ArrayPlan(leaf.shape, leaf.dtype, leaf.sharding, target_leaf.sharding)
+            for leaf, target_leaf in zip(jax.tree.leaves(source), self._leaves, strict=True)
+            if leaf.size
+        ]
+        self.source_layout = [_describe_pieces(plan, plan.source) for plan in self.plans]
+        self.target_layout = [_describe_pieces(plan, plan.target) for plan in self.plans]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that travel with each tree."""
+        return sum(
+            len(plan.copies) * math.prod(plan.piece_shape) * jnp.dtype(plan.dtype).itemsize
+            for plan in self.plans
+        )
+
+    def pack(self, tree: PyTree) -> Packed:
+        """Cuts arrays on the source mesh into pieces, without communication."""
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+        return [_slice_pieces(plan, leaf) for plan, leaf in zip(self.plans, leaves, strict=True)]
+
+    def unpack(self, packed: Packed) -> PyTree:
+        """Joins pieces on the target mesh, without communication."""
+        arrays = iter(
+            [_join_pieces(plan, pieces) for plan, pieces in zip(self.plans, packed, strict=True)]
+        )
+        return jax.tree.unflatten(
+            self._structure,
+            [
+                jnp.zeros(leaf.shape, leaf.dtype) if is_empty else next(arrays)
+                for leaf, is_empty in zip(self._leaves, self._is_empty, strict=True)
+            ],
+        )
+
+    def move(self, packed: Packed) -> Packed:
+        """Copies pieces to the target mesh. Returns before they have arrived."""
+        requests: list[tuple[int, Copy]] = [
+            (number, copy) for number, plan in enumerate(self.plans) for copy in plan.copies
+        ]
+        shards = [
+            [{shard.device: shard.data for shard in piece.addressable_shards} for piece in pieces]
+            for pieces in packed
+        ]
+        # One call for all, since each call costs as much as many copies.
+        arrived = jax.device_put(
+            [shards[number][copy.source_slot][copy.source_device] for number, copy in requests],
+            [copy.target_device for _, copy in requests],
+        )
+        received: dict[tuple[int, int], list[jax.Array]] = {}
+        for (number, copy), array in zip(requests, arrived, strict=True):
+            received.setdefault((number, copy.target_slot), []).append(array)
+        return [
+            [
+                jax.make_array_from_single_device_arrays(
+                    leaf.shape, leaf.sharding, received[number, slot]
+                )
+                for slot, leaf in enumerate(layout)
+            ]
+            for number, layout in enumerate(self.target_layout)
+        ]
+
+
+def _describe_pieces(plan: ArrayPlan, sharding: NamedSharding) -> list[jax.ShapeDtypeStruct]:
+    """Describes the arrays that hold the pieces of an array, one for each slot of a shard."""
+    mesh = sharding.mesh
+    slots = len(next(iter(plan.cells(sharding).values())))
+    by_device = NamedSharding(mesh, P(mesh.axis_names))
+    shape = (mesh.size, *plan.piece_shape)
+    return [jax.ShapeDtypeStruct(shape, plan.dtype, sharding=by_device)] * slots
+
+
+def _local_grid(plan: ArrayPlan, sharding: NamedSharding) -> list[int]:
+    """Returns the number of pieces of a shard along each dimension."""
+    counts = zip(plan.grid, _shard_counts(plan, sharding), strict=True)
+    return [count // shards for count, shards in counts]
+
+
+def _slice_pieces(plan: ArrayPlan, array: jax.Array) -> list[jax.Array]:
+    """Slices every shard of an array into its pieces."""
+    local_grid = _local_grid(plan, plan.source)
+
+    def slice_shard(shard: jax.Array) -> list[jax.Array]:
+        pieces = []
+        for cell in itertools.product(*map(range, local_grid)):
+            starts = [number * size for number, size in zip(cell, plan.piece_shape, strict=True)]
+            stops = [start + size for start, size in zip(starts, plan.piece_shape, strict=True)]
+            pieces.append(jax.lax.slice(shard, starts, stops)[None])
+        return pieces
+
+    mesh = plan.source.mesh
+    return _map_shards(mesh, slice_shard, plan.source.spec, P(mesh.axis_names))(array)
+
+
+def _join_pieces(plan: ArrayPlan, pieces: Sequence[jax.Array]) -> jax.Array:
+    """Joins the pieces of every shard of an array."""
+    local_grid = _local_grid(plan, plan.target)
+
+    def join_shard(pieces: Sequence[jax.Array]) -> jax.Array:
+        blocks = [piece[0] for piece in pieces]
+        # The last dimension varies fastest, so it is joined first.
+        for axis in reversed(range(len(local_grid))):
+            count = local_grid[axis]
+            blocks = [
+                jnp.concatenate(blocks[first : first + count], axis) if count > 1 else blocks[first]
+                for first in range(0, len(blocks), count)
+            ]
+        return blocks[0]
+
+    mesh = plan.target.mesh
+    return _map_shards(mesh, join_shard, P(mesh.axis_names), plan.target.spec)(list(pieces))
+
+
+def _map_shards(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

@@ -1,0 +1,1 @@
+"""A run that generates batches while it learns from earlier ones."""

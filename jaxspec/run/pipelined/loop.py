@@ -1,0 +1,133 @@
+"""Loop of a pipelined run: the learner's side."""
+
+from typing import Any
+
+import jax
+
+from jaxspec.config.settings import ResolvedConfig
+from jaxspec.host import workdir as workdirs
+from jaxspec.metrics.mean import metrics_to_host
+from jaxspec.run.batches import NoBatch
+from jaxspec.run.loop import Host
+from jaxspec.run.pipelined.account import Account
+from jaxspec.run.pipelined.generation import GenerationSide
+from jaxspec.run.pipelined.programs import PipelinedSchedule
+from jaxspec.run.pipelined.queue import BatchPlan, BatchQueue, open_queue
+from jaxspec.run.state import GenerationProgress, QueuedBatch, RunState
+from jaxspec.system.interrupt import Interrupt
+
+
+class PipelinedLoop:
+    """Learns from batches in order, while the generator makes the next ones."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        schedule: PipelinedSchedule,
+        interrupt: Interrupt,
+        host: Host,
+    ) -> None:
+        self._config, self._schedule, self._interrupt, self._host = (
+            config,
+            schedule,
+            interrupt,
+            host,
+        )
+        self._account = Account()
+        self._stop_checks = 0
+
+    def run_to_end(self, run: RunState) -> bool:
+        """Continues a run until it ends or is stopped.
+
+        Updates `run` in place. Returns whether the run has ended.
+        """
+        host, schedule = self._host, self._schedule
+        side = GenerationSide(self._config, schedule, host.batches, host.evaluations)
+        plan = BatchPlan(schedule.lag, run.next_batch, run.learned, self._config.steps)
+        # The run's own progress is that of the last batch taken, which a checkpoint holds.
+        progress = GenerationProgress(run.generated, run.generation.filling)
+        queue = open_queue(side, plan, progress, schedule.shares_devices)
+        try:
+            return self._learn_batches(run, queue)
+        except NoBatch as error:
+            host.reporter.write_samples(run.next_batch, error.samples)
+            raise
+        finally:
+            queue.close()
+
+    def _learn_batches(self, run: RunState, queue: BatchQueue) -> bool:
+        config, saver = self._config, self._host.saver
+        self._publish(run, queue)
+        self._account.take_seconds()  # the start belongs to no batch
+        is_saved = True
+        while not run.has_ended(config.steps):
+            if self._should_stop():
+                self._drain(run, queue)
+                saver.save(run)
+                return False
+            if run.learned % config.save_every == 0 and not is_saved:
+                self._drain(run, queue)
+                saver.save(run)
+            if not run.queue:
+                self._take_batch(run, queue)
+            self._learn_batch(run, queue)
+            is_saved = False
+            workdirs.mark_checkpoint_saved(self._host.workdir)
+        saver.save(run)
+        return True
+
+    def _drain(self, run: RunState, queue: BatchQueue) -> None:
+        """Takes the batches that versions before this one make.
+
+        The next batch is then made by the present version, so that no older one need be saved.
+        """
+        while run.next_batch < min(run.learned + self._schedule.lag, self._config.steps):
+            self._take_batch(run, queue)
+
+    def _take_batch(self, run: RunState, queue: BatchQueue) -> None:
+        """Takes the next batch from the generator, and plans it."""
+        with self._account.charge("exposed_generation"):
+            sent = queue.take_batch()
+            scored = jax.block_until_ready(self._schedule.receive(sent.packed))
+        with self._account.charge("plan"):
+            scored = self._host.batches.planner.plan(scored)
+        run.generation.generated = sent.generated
+        run.queue.append(QueuedBatch(scored, sent.record))
+
+    def _learn_batch(self, run: RunState, queue: BatchQueue) -> None:
+        """Learns from the oldest batch, and publishes the new weights."""
+        host, queue_depth = self._host, len(run.queue)
+        batch = run.queue.pop(0)
+        with host.profiler.trace_call(run.learned):
+            with self._account.charge("train"):
+                run.state, training_metrics = self._schedule.learn(run.state, batch.rollout)
+                run.learned += 1
+                metrics = metrics_to_host(training_metrics)
+            self._publish(run, queue)
+        batch.record.metrics |= metrics
+        is_last = run.has_ended(self._config.steps)
+        if is_last:
+            with self._account.charge("evaluate"):
+                batch.record.metrics |= queue.evaluate_last()
+        batch.record.metrics |= _name_seconds(self._account.take_seconds())
+        batch.record.metrics["pipeline/queue_depth"] = queue_depth
+        host.reporter.report_batch(batch.record)
+
+    def _publish(self, run: RunState, queue: BatchQueue) -> None:
+        """Gives the weights of the state to the generator."""
+        with self._account.charge("swap"):
+            packed, arriving = self._schedule.publish(run.state)
+            # Of the learner's own devices alone, which do not wait for the generator's.
+            jax.block_until_ready(packed)
+        queue.publish(run.learned, arriving)
+
+    def _should_stop(self) -> bool:
+        self._stop_checks += 1
+        return self._interrupt.stop_requested or self._interrupt.should_stop(self._stop_checks)
+
+
+def _name_seconds(seconds: dict[str, float]) -> dict[str, Any]:
+    """Names the seconds of an account of learning as metrics."""
+    total = sum(seconds.values())
+    named = {f"time/{name}": value for name, value in seconds.items()}
+    return {"time/exposed_generation": 0.0, **named, "time/step": total}

@@ -1,0 +1,94 @@
+"""Arrays between two meshes, against the arrays themselves."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.compiled.collectives import KINDS
+from jaxspec.links import MeshLink, SameMesh, open_link
+from jaxspec.mesh import ROWS, make_mesh
+from tests.conftest import small_mesh
+
+Case = tuple[tuple[int, ...], P, P]
+SCALAR: Case = ((), P(), P())
+EMPTY: Case = ((4, 0), P(), P())
+
+
+def abstract(arrays: dict[str, Any], shardings: dict[str, NamedSharding]) -> dict[str, Any]:
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[name])
+        for name, array in arrays.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "cases"),
+    [
+        ((1,), (1,), [((6, 4), P(ROWS), P()), SCALAR, EMPTY]),
+        ((2,), (2,), [((6, 4), P(ROWS), P(None, ROWS)), SCALAR]),
+        ((3,), (1,), [((6, 4), P(ROWS), P()), ((12,), P(ROWS), P())]),
+        ((1,), (3,), [((6, 3), P(), P(ROWS)), ((3, 6), P(), P(None, ROWS))]),
+        # Neither count divides the other, so shards are cut into pieces.
+        ((3,), (2,), [((6, 4), P(ROWS), P(ROWS)), ((12, 6), P(ROWS), P(None, ROWS))]),
+        ((2, 2), (2, 2), [((8, 4), P(ROWS, "tensor"), P("tensor", ROWS))]),
+        ((1, 2, 2), (4,), [((4, 8, 4), P("expert", None, "tensor"), P(None, ROWS))]),
+    ],
+)
+def test_arrays_arrive_as_they_left_and_each_element_once(
+    source: tuple[int, ...], target: tuple[int, ...], cases: list[Case]
+) -> None:
+    devices, first = jax.devices(), math.prod(source)
+    meshes = make_mesh(*source, devices=devices), make_mesh(*target, devices=devices[first:])
+    random = np.random.default_rng(0)
+    arrays = {str(i): random.normal(size=case[0]) for i, case in enumerate(cases)}
+    arrays["flag"] = random.normal(size=4) > 0
+    layouts = [
+        {"flag": NamedSharding(mesh, P())}
+        | {str(i): NamedSharding(mesh, case[side + 1]) for i, case in enumerate(cases)}
+        for side, mesh in enumerate(meshes)
+    ]
+    tree = jax.device_put(arrays, layouts[0])
+    link = open_link(abstract(tree, layouts[0]), abstract(tree, layouts[1]))
+    assert isinstance(link, MeshLink)
+    pack = jax.jit(link.pack).lower(tree).compile()
+    unpack = jax.jit(link.unpack, out_shardings=layouts[1]).lower(link.target_layout).compile()
+    arrived = unpack(link.move(pack(tree)))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(
+            np.asarray(arrived[name]), np.asarray(tree[name]), strict=True
+        )
+        assert arrived[name].sharding == layouts[1][name], array
+    text = pack.as_text() + unpack.as_text()
+    assert [name for name in KINDS if f" {name}" in text] == []
+    # Replicated arrays travel to every device that holds a copy.
+    sizes = {name: leaf.nbytes for name, leaf in tree.items()}
+    copies = {name: len(arrived[name].sharding.device_set) for name in tree}
+    is_split = {name: not arrived[name].sharding.is_fully_replicated for name in tree}
+    assert link.bytes == sum(
+        size * (1 if is_split[name] else copies[name]) for name, size in sizes.items()
+    )
+
+
+def test_replicas_take_turns_to_send() -> None:
+    devices = jax.devices()
+    source, target = make_mesh(4, devices=devices), make_mesh(4, devices=devices[4:])
+    leaf = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(source, P()))
+    landing = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(target, P(ROWS)))
+    (plan,) = MeshLink(leaf, landing).plans
+    assert {copy.source_device for copy in plan.copies} == set(devices[:4])
+
+
+def test_one_mesh_gives_copies_that_survive_a_donation() -> None:
+    sharding = NamedSharding(small_mesh(2), P(ROWS))
+    tree = {"w": jax.device_put(jnp.arange(4.0), sharding)}
+    link = open_link(abstract(tree, {"w": sharding}), abstract(tree, {"w": sharding}))
+    assert isinstance(link, SameMesh)
+    packed = jax.jit(link.pack)(tree)
+    tree["w"].delete()
+    np.testing.assert_array_equal(link.unpack(link.move(packed))["w"], np.arange(4.0))

@@ -1,0 +1,118 @@
+"""Pipelined runs from outside, against the fused run and against each other."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.runs import assert_same, final_arrays, launch, lines, weights
+
+STEPS = 8
+APART: dict[str, object] = {
+    "schedule__kind": "pipelined",
+    "schedule__slice_rounds": 2,
+    "generation__devices": 1,
+}
+IN_TURN = APART | {"generation__devices": 0}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def comparable(line: dict) -> dict:
+    return {
+        name: value
+        for name, value in line.items()
+        if not name.startswith(("time/", "pipeline/")) and not name.endswith("tokens_per_s")
+    }
+
+
+def assert_close(workdir: Path, other: Path) -> None:
+    """Sums of other meshes round differently."""
+    for line, expected in zip(lines(workdir), lines(other), strict=True):
+        for name in ("reward/mean", "rollout/tokens", "status/eos", "learner/lag"):
+            assert line[name] == expected[name], name
+        assert comparable(line).keys() == comparable(expected).keys()
+        # Micro-batches have a size on each data shard.
+        same = comparable(expected).keys() - {"learner/micro_batches", "learner/packing"}
+        for name in same:
+            assert line[name] == pytest.approx(expected[name], rel=1e-7, abs=1e-9), name
+    expected_weights = weights(final_arrays(other))
+    for name, value in weights(final_arrays(workdir)).items():
+        np.testing.assert_allclose(value, expected_weights[name], rtol=0, atol=1e-9, err_msg=name)
+
+
+def assert_accounts_close(workdir: Path) -> None:
+    """Every second of a step has a purpose."""
+    learner = ("train", "exposed_generation", "swap", "plan", "other")
+    generator = ("idle_generate", "prepare", "data", "generate", "reward", "send")
+    for line in lines(workdir):
+        evaluation = line.get("time/evaluate", 0.0)
+        is_last = line["step"] == STEPS - 1
+        spent = sum(line[f"time/{name}"] for name in learner) + evaluation * is_last
+        assert spent == pytest.approx(line["time/step"], rel=0.01)
+        spent = sum(line[f"time/{name}"] for name in generator) + line["time/generator_other"]
+        assert spent + evaluation * (not is_last) == pytest.approx(
+            line["time/generator_step"], rel=0.01
+        )
+
+
+@pytest.fixture(scope="module")
+def lag_1(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("lag_1")
+    output = launch(cache, workdir, 2, **APART, schedule__lag=1).finish()
+    assert "side by side, 1 updates apart" in output
+    return workdir
+
+
+def test_without_a_lag_it_is_the_fused_run(cache: Path, tmp_path: Path) -> None:
+    launch(cache, tmp_path / "fused", 1).finish()
+    launch(cache, tmp_path / "apart", 2, **APART, schedule__lag=0).finish()
+    assert_close(tmp_path / "apart", tmp_path / "fused")
+    assert_accounts_close(tmp_path / "apart")
+
+
+def test_rows_lag_by_exactly_so_many_updates(lag_1: Path) -> None:
+    assert [line["learner/lag"] for line in lines(lag_1)] == [min(n, 1) for n in range(STEPS)]
+    assert_accounts_close(lag_1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("devices", [(2, 2), (3, 1), (1, 2)])
+def test_splits_of_the_devices_change_only_rounding(
+    cache: Path, tmp_path: Path, lag: int, devices: tuple[int, int]
+) -> None:
+    learners, generators = devices
+    prompts = {"batch__prompts": 12} if learners == 3 else {}
+    launch(cache, tmp_path / "turns", 1, **IN_TURN, schedule__lag=lag, **prompts).finish()
+    split = APART | {"generation__devices": generators, "schedule__lag": lag}
+    launch(cache, tmp_path / "apart", learners + generators, **split, **prompts).finish()
+    assert_close(tmp_path / "apart", tmp_path / "turns")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_kills_and_stops_change_nothing(
+    cache: Path, lag_1: Path, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    workdir = tmp_path / "killed"
+    for number, count in zip(
+        (signal.SIGKILL, signal.SIGTERM), (rng.randint(1, 3), rng.randint(4, 5)), strict=True
+    ):
+        process = launch(cache, workdir, 2, **APART, schedule__lag=1)
+        process.wait_until(lambda count=count: len(lines(workdir)) >= count)
+        time.sleep(rng.random() * 0.3)
+        process.signal(number)
+        process.handle.wait()
+    assert "resuming" in launch(cache, workdir, 2, **APART, schedule__lag=1).finish()
+    assert_same(final_arrays(workdir), final_arrays(lag_1))
+    assert [comparable(line) for line in lines(workdir)] == [
+        comparable(line) for line in lines(lag_1)
+    ]
