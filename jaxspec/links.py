@@ -30,6 +30,8 @@ _Cell = tuple[int, ...]
 class Copy:
     """A copy of one piece from a source device to a target device."""
 
+    array: int
+    """Number of the array in its tree."""
     source_device: Any
     source_slot: int
     """Number of the piece among those of its source shard."""
@@ -42,6 +44,8 @@ class Copy:
 class ArrayPlan:
     """Plan of one array: how it is cut, and which copies move it."""
 
+    number: int
+    """Number of the array in its tree."""
     shape: tuple[int, ...]
     dtype: Any
     source: NamedSharding
@@ -90,7 +94,7 @@ class ArrayPlan:
                 # Replicas of a piece take turns, so that no device sends all of them.
                 replicas = senders[cell]
                 sender, sender_slot = replicas[len(copies) % len(replicas)]
-                copies.append(Copy(sender, sender_slot, device, slot))
+                copies.append(Copy(self.number, sender, sender_slot, device, slot))
         return copies
 
 
@@ -164,7 +168,7 @@ class SameMesh:
 
 
 class MeshLink:
-    """Link from a source mesh to another mesh in the same process.
+    """Link from a source mesh to another mesh.
 
     Args:
       source: shapes, dtypes and shardings of the arrays. All have one mesh.
@@ -175,10 +179,10 @@ class MeshLink:
         self._leaves, self._structure = jax.tree.flatten(target)
         # An array without elements has nothing to copy, and is made on the target mesh.
         self._is_empty = [leaf.size == 0 for leaf in self._leaves]
+        layouts = zip(jax.tree.leaves(source), self._leaves, strict=True)
         self.plans = [
-            ArrayPlan(leaf.shape, leaf.dtype, leaf.sharding, target_leaf.sharding)
-            for leaf, target_leaf in zip(jax.tree.leaves(source), self._leaves, strict=True)
-            if leaf.size
+            ArrayPlan(number, leaf.shape, leaf.dtype, leaf.sharding, target_leaf.sharding)
+            for number, (leaf, target_leaf) in enumerate(pair for pair in layouts if pair[0].size)
         ]
         self.source_layout = [_describe_pieces(plan, plan.source) for plan in self.plans]
         self.target_layout = [_describe_pieces(plan, plan.target) for plan in self.plans]
@@ -210,30 +214,47 @@ class MeshLink:
         )
 
     def move(self, packed: Packed) -> Packed:
-        """Copies pieces to the target mesh. Returns before they have arrived."""
-        requests: list[tuple[int, Copy]] = [
-            (number, copy) for number, plan in enumerate(self.plans) for copy in plan.copies
-        ]
+        """Copies pieces to the target mesh, in one process. Returns before they have arrived."""
+        # One call for all, since each call costs as much as many copies.
+        arrived = jax.device_put(
+            self.read_pieces(packed, self.copies), [copy.target_device for copy in self.copies]
+        )
+        return self.place_pieces(self.copies, arrived)
+
+    @cached_property
+    def copies(self) -> list[Copy]:
+        """Copies that move a tree, in the same order in all processes."""
+        return [copy for plan in self.plans for copy in plan.copies]
+
+    def read_pieces(self, packed: Packed, copies: Sequence[Copy]) -> list[jax.Array]:
+        """Returns the pieces of some copies from source devices of this process."""
         shards = [
             [{shard.device: shard.data for shard in piece.addressable_shards} for piece in pieces]
             for pieces in packed
         ]
-        # One call for all, since each call costs as much as many copies.
-        arrived = jax.device_put(
-            [shards[number][copy.source_slot][copy.source_device] for number, copy in requests],
-            [copy.target_device for _, copy in requests],
-        )
+        return [shards[copy.array][copy.source_slot][copy.source_device] for copy in copies]
+
+    def piece_layout(self, copy: Copy) -> jax.ShapeDtypeStruct:
+        """Returns shape and dtype of a copy's piece on its device."""
+        plan = self.plans[copy.array]
+        return jax.ShapeDtypeStruct((1, *plan.piece_shape), plan.dtype)
+
+    def place_pieces(self, copies: Sequence[Copy], pieces: Sequence[jax.Array]) -> Packed:
+        """Makes packed arrays on the target mesh of pieces on their target devices.
+
+        In each process, `copies` are those to its own devices.
+        """
         received: dict[tuple[int, int], list[jax.Array]] = {}
-        for (number, copy), array in zip(requests, arrived, strict=True):
-            received.setdefault((number, copy.target_slot), []).append(array)
+        for copy, piece in zip(copies, pieces, strict=True):
+            received.setdefault((copy.array, copy.target_slot), []).append(piece)
         return [
             [
                 jax.make_array_from_single_device_arrays(
-                    leaf.shape, leaf.sharding, received[number, slot]
+                    leaf.shape, leaf.sharding, received[array, slot]
                 )
                 for slot, leaf in enumerate(layout)
             ]
-            for number, layout in enumerate(self.target_layout)
+            for array, layout in enumerate(self.target_layout)
         ]
 
 

@@ -17,21 +17,23 @@ from jaxspec.config import algorithms
 from jaxspec.config.settings import ResolvedConfig, parse_range
 from jaxspec.data.census import take_census
 from jaxspec.data.problems import ProblemSets, describe_problems, load_sets
-from jaxspec.data.scoring import Judge, make_scorers, try_scorers
+from jaxspec.data.scoring import make_scorers, try_scorers
 from jaxspec.host import starts
 from jaxspec.host import workdir as workdirs
 from jaxspec.host.job import Job, run_program
 from jaxspec.host.prompts import PromptSource
-from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.metrics.files import MetricsWriter
+from jaxspec.processes.roles import join_side
 from jaxspec.rewards.scorer import SetScorers
-from jaxspec.run.batches import BatchMaker, BatchPlanner
+from jaxspec.run.batches import BatchSource, make_batch_source
 from jaxspec.run.closing import close_run
 from jaxspec.run.compiling import Schedule, answer_methods, compile_schedule, open_loop
-from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.evaluations import Evaluations, open_evaluations
-from jaxspec.run.loop import BatchSource, Host
+from jaxspec.run.loop import Host
+from jaxspec.run.pipelined.apart import run_generator
+from jaxspec.run.pipelined.generation import GenerationSide
+from jaxspec.run.pipelined.programs import PipelinedSchedule
 from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.start import adapt_run, empty_history, read_offline_text, start_run
 from jaxspec.run.state import CheckpointSaver, RunState, restore_run
@@ -67,6 +69,10 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             # reported at once.
             scorers = make_scorers(config)
             sets = _load_problems(config, job.tokenizer, scorers, job.say)
+        # From here on, each side of a run in several processes works by itself.
+        if not join_side(job.mesh, job.step.generator.mesh):
+            return run_generation(job, sets, scorers, interrupt, workdir)
+        with interrupt.exit_on_signal("starting"):
             prompts, pad_id = config.batch.prompts, job.tokenizer.pad_id
             offline_text = read_offline_text(config, job.tokenizer, job.say)
             checkpoints = Checkpoints(workdir / starts.CHECKPOINTS, log=job.say)
@@ -85,29 +91,42 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             # What does not fit is refused before any weights are trained.
             job, schedule = compile_schedule(job, stack)
             history = run.history if run else None
-            source = PromptSource(sets, job.step.generator, prompts, pad_id, history)
-            judge = Judge(scorers, job.tokenizer, source.group_size)
-            scorer = RolloutScorer(job.config, job.step, source, judge, job.say)
-            planner, filler = BatchPlanner(job.config, job.step), None
-            if job.step.uses_dynamic_sampling:
-                filler = BatchFiller(config.dynamic_sampling, job.step, prompts)
-            methods = answer_methods(schedule, job.step, planner)
+            batches = make_batch_source(job, sets, scorers, history)
+            methods = answer_methods(schedule, job, batches)
             evaluations = stack.enter_context(
-                open_evaluations(job, source, scorer, scorers, methods, workdir)
+                open_evaluations(job, batches, scorers, methods, workdir)
             )
             if run is None:
-                run = start_run(job, source, filler, offline_text, interrupt)
+                run = start_run(job, batches, offline_text, interrupt)
             else:
                 # Checkpoints have no plans, which depend on the mesh.
                 for batch in run.queue:
-                    batch.rollout = planner.plan(batch.rollout)
-                adapt_run(job.step, run, source, schedule.restart_timing, job.say)
+                    batch.rollout = batches.planner.plan(batch.rollout)
+                adapt_run(job.step, run, batches.prompts, schedule.restart_timing, job.say)
             job.say(f"batch {run.next_batch} of {config.steps} is next")
             # Last, so that a start that fails leaves no record.
             starts.record_start(job.config, workdir, start_record)
-        maker = BatchMaker(job.config, scorer, filler)
-        batches = BatchSource(source, scorer, maker, planner)
         return run_loop(job, interrupt, schedule, batches, evaluations, checkpoints, run)
+
+
+def run_generation(
+    job: Job, sets: ProblemSets, scorers: SetScorers, interrupt: Interrupt, workdir: Path
+) -> int:
+    """Makes batches for the learner, in the processes of the generator's side.
+
+    Returns the exit status.
+    """
+    with contextlib.ExitStack() as stack:
+        with interrupt.exit_on_signal("starting"):
+            job, schedule = compile_schedule(job, stack)
+            assert isinstance(schedule, PipelinedSchedule), "other schedules have no sides"
+            batches = make_batch_source(job, sets, scorers)
+            methods = answer_methods(schedule, job, batches)
+            evaluations = stack.enter_context(
+                open_evaluations(job, batches, scorers, methods, workdir)
+            )
+        side = GenerationSide(job.config, schedule, batches, evaluations)
+        return run_generator(side, schedule, evaluations, job.config.steps, interrupt)
 
 
 def _load_problems(

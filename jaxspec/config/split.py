@@ -38,7 +38,15 @@ def check_meshes(config: ResolvedConfig, devices: int, processes: int = 1) -> Me
         f"generation.devices {count} leave no device to learn on, of {devices} devices in all; give"
         f" at most {devices - 1}, or 0 to take turns on all devices",
     )
-    learner = check_config(config, devices - count, processes)
+    # A process runs the programs of one side.
+    each = devices // processes
+    require(
+        processes == 1 or count % each == 0,
+        f"generation.devices {count} with {processes} processes of {each} devices each: a process"
+        f" would have devices of both sides; give a multiple of {each}",
+    )
+    generating_processes = count // each if processes > 1 else 1
+    learner = check_config(config, devices - count, max(1, processes - generating_processes))
     generation = config.generation
     mesh = MeshConfig(
         data=generation.data, expert=generation.expert, tensor=generation.tensor, shard_above=0
@@ -48,16 +56,21 @@ def check_meshes(config: ResolvedConfig, devices: int, processes: int = 1) -> Me
         config, mesh=mesh, sft=SftConfig(steps=0), offline=OfflineConfig(steps=0)
     )
     with translate_settings(_GENERATION_NAMES):
-        generator = check_config(generation_config, count, processes)
+        generator = check_config(generation_config, count, generating_processes)
     return MeshShapes(learner, generator, count)
 
 
 def _check_pipelined(config: ResolvedConfig, processes: int) -> None:
     """Checks settings that a pipelined schedule does not support."""
     require(
-        processes == 1,
-        f"schedule.kind pipelined runs in one process, and there are {processes}; start one that"
-        " sees all devices, or choose fused",
+        processes == 1 or config.generation.devices > 0,
+        f"schedule.kind pipelined with generation.devices 0: both sides would take turns in"
+        f" {processes} processes; give the number of devices that generate, or choose fused",
+    )
+    require(
+        processes == 1 or config.rollout.draft.draft_length != "auto",
+        "rollout.draft.draft_length auto with schedule.kind pipelined in several processes: the"
+        " learner would need the costs of rounds that others measure; give a number",
     )
     require(
         not config.eval.keep_best,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxspec.config.settings import DataConfig, ResolvedConfig
@@ -20,7 +19,7 @@ from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names
-from jaxspec.processes import global_arrays
+from jaxspec.processes import global_arrays, roles
 from jaxspec.rewards.extract import (
     Style,
     extract_answer,
@@ -136,7 +135,8 @@ class Evaluator:
         # All processes take part in each call, so they must choose the same chunks. But each has
         # records of its own problems only.
         done_everywhere = (
-            global_arrays.sum_over_processes(np.asarray(is_done, np.float32)) == jax.process_count()
+            global_arrays.sum_over_processes(np.asarray(is_done, np.float32))
+            == roles.member_count()
         )
         return [chunk for chunk, done in zip(self.chunks, done_everywhere, strict=True) if not done]
 

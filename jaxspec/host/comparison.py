@@ -3,12 +3,11 @@
 import time
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxspec.host.programs import SlicedAnswerer, TimedRollout, sync_weights
+from jaxspec.processes.process_0 import broadcast_table
 from jaxspec.state import Drafter, Prompts, TrainState
 from jaxspec.step import Step
 
@@ -56,10 +55,9 @@ def compare_decoding(
     # One pair suffices to count passes: answers to the same prompts differ in length only by
     # chance. It also warms up the programs, and its time sets the number of repeats.
     passes = [int(jnp.sum(timed.rollout.statistics.rounds)) for timed in time_pair()]
-    pair_seconds = np.float32(time.perf_counter() - start_time)
+    pair_seconds = time.perf_counter() - start_time
     # Each call has collectives, so all processes must make the same number of calls.
-    if jax.process_count() > 1:
-        pair_seconds = multihost_utils.broadcast_one_to_all(pair_seconds)
+    pair_seconds = float(broadcast_table(np.asarray([pair_seconds], np.float32))[0])
     pairs = [time_pair() for _ in range(max(1, min(repeats, int(budget / pair_seconds))))]
     medians = np.median(
         [

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.mesh import row_shard_count
+from jaxspec.processes import roles
+from jaxspec.processes.global_arrays import gather_over_processes
 from jaxspec.rollout.pages import max_pool_size, pool_size_for_rows
 from jaxspec.state import PyTree
 from jaxspec.step import HOST_MEMORY, Step
@@ -262,10 +262,10 @@ def min_over_processes(size: int) -> int:
 
     With several processes it is rounded down to whole MiB.
     """
-    if jax.process_count() == 1:
+    if roles.member_count() == 1:
         return size
     # JAX has no 64-bit integers by default, and a number of MiB fits into 32 bits.
-    return int(np.min(multihost_utils.process_allgather(np.int32(size // 2**20)))) * 2**20
+    return int(gather_over_processes(size // 2**20).min()) * 2**20
 
 
 def list_remedies(memory: list[MemoryUse]) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxspec.compiled.roofline import DEFAULT_CARD, GeneratorDevices, find_card_by_kind
@@ -27,6 +26,7 @@ from jaxspec.host.programs import (
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import EXPERT, TENSOR, replicated_sharding, row_shard_count
 from jaxspec.processes.devices import describe_machine
+from jaxspec.processes.process_0 import broadcast_table
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback import cost_table, length_chooser
 from jaxspec.rollout.generator import Generator
@@ -275,13 +275,6 @@ def _find_devices(mesh: Mesh) -> GeneratorDevices:
 
 
 # ---- saved for the next run
-
-
-def broadcast_table(table: np.ndarray) -> np.ndarray:
-    """Returns the table of process 0 in every process."""
-    return (
-        np.array(multihost_utils.broadcast_one_to_all(table)) if jax.process_count() > 1 else table
-    )
 
 
 def load_costs(file: Path, shape: tuple[int, ...]) -> np.ndarray:

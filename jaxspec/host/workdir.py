@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxspec.config.as_json import (
     flatten_settings,
@@ -31,7 +30,7 @@ from jaxspec.inputs.checked import INT32, ConfigError, prefix_errors, require
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.mesh import row_shard_count
 from jaxspec.metrics.files import read_metrics
-from jaxspec.processes.process_0 import check_in_process_0
+from jaxspec.processes.process_0 import broadcast_table, check_in_process_0
 from jaxspec.rollout.pages import min_pool_size
 from jaxspec.step import Sizes, Step
 from jaxspec.system.files import (
@@ -197,9 +196,8 @@ def restore_sizes(job: Job, folder: Path) -> Job:
         for index, number in enumerate(map(values.get, names)):
             if type(number) is int and 0 <= number <= INT32:
                 saved_sizes[index] = number
-    if jax.process_count() > 1:
-        saved_sizes = multihost_utils.broadcast_one_to_all(saved_sizes)
-    restored_sizes = _select_sizes(job.config, job.step, Sizes(*np.asarray(saved_sizes).tolist()))
+    saved_sizes = broadcast_table(np.asarray(saved_sizes)).tolist()
+    restored_sizes = _select_sizes(job.config, job.step, Sizes(*saved_sizes))
     return job.with_sizes(**restored_sizes) if restored_sizes else job
 
 

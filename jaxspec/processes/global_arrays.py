@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.mesh import row_sharding
+from jaxspec.processes import roles
 
 
 def from_host_values(leaf: Any, values: np.ndarray) -> jax.Array:
@@ -74,30 +75,40 @@ def from_local_rows(leaf: Any, rows: np.ndarray, values: np.ndarray) -> jax.Arra
 
 
 def sum_over_processes(table: np.ndarray) -> np.ndarray:
-    """Adds up a table over all processes.
+    """Adds up a table over the processes that work together (`roles`).
 
     Each process fills in its own entries and leaves the others at zero, which joins the tables.
     """
-    if jax.process_count() == 1:
+    if roles.member_count() == 1:
         return table
     # An all-reduce, since a gather would need room for the tables of all processes in each one.
-    mesh, sum_tables = _compile_process_sum()
+    mesh, sum_tables = _compile_process_sum(roles.list_members())
     local_table = jax.device_put(table[None], mesh.local_devices[0])
     tables = jax.make_array_from_single_device_arrays(
-        (jax.process_count(), *table.shape), NamedSharding(mesh, P("process")), [local_table]
+        (mesh.size, *table.shape), NamedSharding(mesh, P("process")), [local_table]
     )
     return np.asarray(sum_tables(tables).addressable_data(0))
 
 
+def gather_over_processes(number: int) -> np.ndarray:
+    """Returns the numbers of all processes that work together, below 2^31, in order."""
+    members = roles.list_members()
+    table = np.zeros(len(members), np.int32)
+    table[members.index(jax.process_index())] = number
+    return sum_over_processes(table)
+
+
 @functools.cache
-def _compile_process_sum() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+def _compile_process_sum(
+    members: tuple[int, ...],
+) -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
     """Compiles a sum over processes.
 
     Returns a mesh with one device of each process, and the function.
     """
     # Later entries replace earlier ones, so the order is reversed to keep each first device.
     first_devices = {device.process_index: device for device in reversed(jax.devices())}
-    devices = np.asarray([first_devices[process] for process in sorted(first_devices)])
+    devices = np.asarray([first_devices[process] for process in members])
     mesh = Mesh(devices, ("process",), axis_types=(AxisType.Auto,))
     return mesh, jax.jit(
         # NumPy's rule would widen small integers, and the table must keep its type.

@@ -1,15 +1,22 @@
 """Batches of a run: made of scored rollouts, and planned for the learner."""
 
+import dataclasses
 import time
 from typing import Any
 
 import numpy as np
 
 from jaxspec.config.settings import ResolvedConfig
+from jaxspec.data.history import AnswerHistory
+from jaxspec.data.problems import ProblemSets
+from jaxspec.data.scoring import Judge
 from jaxspec.evaluation.evaluator import has_evaluation
+from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_scored_rollout, put_like
+from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.processes import global_arrays
+from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.run.dynamic_batch import BatchFiller
 from jaxspec.run.state import BatchRecord, GenerationProgress, QueuedBatch
@@ -41,7 +48,7 @@ class BatchMaker:
     def __init__(
         self, config: ResolvedConfig, scorer: RolloutScorer, filler: BatchFiller | None
     ) -> None:
-        self._config, self._scorer, self._filler = config, scorer, filler
+        self._config, self._scorer, self.filler = config, scorer, filler
 
     def add_rollout(
         self,
@@ -73,10 +80,10 @@ class BatchMaker:
         # Counted only once it is scored, so that a resume generates an unscored rollout again.
         progress.generated += 1
         scored = scoring.scored
-        if self._filler is not None:
+        if self.filler is not None:
             assert progress.filling is not None, "a filler has a batch to fill"
             try:
-                progress.filling, scored, metrics = self._filler.add_rollout(
+                progress.filling, scored, metrics = self.filler.add_rollout(
                     progress.filling, scoring, metrics
                 )
             except Diverged as error:
@@ -132,3 +139,35 @@ class BatchPlanner:
         layout = self._layout
         plan, learn = put_like((plan, learn), (layout.plan, layout.learn))
         return scored.replace(plan=plan, learn=learn)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSource:
+    """Parts that make batches, from prompts to plans."""
+
+    prompts: PromptSource
+    scorer: RolloutScorer
+    maker: BatchMaker
+    planner: BatchPlanner
+
+    def empty_progress(self) -> GenerationProgress:
+        """Returns the progress of generation before the first rollout."""
+        filler = self.maker.filler
+        return GenerationProgress(filling=filler.empty_batch() if filler else None)
+
+
+def make_batch_source(
+    job: Job, sets: ProblemSets, scorers: SetScorers, history: AnswerHistory | None = None
+) -> BatchSource:
+    """Makes the source of a job's batches.
+
+    `history` has the earlier answers of a resumed run.
+    """
+    config, step, prompts = job.config, job.step, job.config.batch.prompts
+    source = PromptSource(sets, step.generator, prompts, job.tokenizer.pad_id, history)
+    judge = Judge(scorers, job.tokenizer, source.group_size)
+    scorer = RolloutScorer(config, step, source, judge, job.say)
+    sampling = config.dynamic_sampling
+    filler = BatchFiller(sampling, step, prompts) if step.uses_dynamic_sampling else None
+    planner = BatchPlanner(config, step)
+    return BatchSource(source, scorer, BatchMaker(config, scorer, filler), planner)

@@ -9,6 +9,7 @@ from jaxspec.host.comparison import compare_decoding
 from jaxspec.host.prompts import PromptSource
 from jaxspec.metrics.files import read_metrics
 from jaxspec.processes.process_0 import broadcast_flag
+from jaxspec.processes.roles import owns_part
 from jaxspec.rl.optimizers import Diverged
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.start import describe_random_draft
@@ -42,7 +43,10 @@ def close_run(
         `unsaved` has the reason.
     """
     summary: dict[str, float] = {}
-    if config.compare_plain and step.generator.draft_length:
+    compares = config.compare_plain and step.generator.draft_length > 0
+    if compares and not owns_part(step.generator.mesh):
+        say("decoding is not compared with plain decoding, since other processes generate")
+    elif compares:
         say("comparing with plain decoding of the last batch")
         result = compare_decoding(step, run.state, source.place_comparison(run.generated - 1))
         summary = {

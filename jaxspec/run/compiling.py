@@ -12,7 +12,7 @@ from jaxspec.host.fit import fit_step
 from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.inputs.checked import require
-from jaxspec.run.batches import BatchPlanner
+from jaxspec.run.batches import BatchSource
 from jaxspec.run.evaluations import AnswerMethods, StepAnswerer
 from jaxspec.run.loop import Host, Loop
 from jaxspec.run.pipelined.loop import PipelinedLoop
@@ -83,16 +83,16 @@ def _describe_meshes(step: Step) -> str:
     return f"{dict(learner.shape)} devices that learn and {dict(generator.shape)} that generate"
 
 
-def answer_methods(schedule: Schedule, step: Step, planner: BatchPlanner) -> AnswerMethods:
+def answer_methods(schedule: Schedule, job: Job, batches: BatchSource) -> AnswerMethods:
     """Returns the ways in which evaluations can answer prompts."""
     if isinstance(schedule, PipelinedSchedule):
         return schedule.answer_methods
-    state, _, _ = abstract_arguments(step, planner.prompts)
+    state, _, _ = abstract_arguments(job.step, job.config.batch.prompts)
 
     def bind(state: TrainState) -> StepAnswerer:
-        return StepAnswerer(schedule, planner, state)
+        return StepAnswerer(schedule, batches.planner, state)
 
-    return AnswerMethods(bind, WeightSource(state, step.export))
+    return AnswerMethods(bind, WeightSource(state, job.step.export))
 
 
 def open_loop(

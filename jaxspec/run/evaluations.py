@@ -27,14 +27,12 @@ from jaxspec.evaluation.program import (
 )
 from jaxspec.evaluation.records import RecordFile
 from jaxspec.host.job import Job
-from jaxspec.host.prompts import PromptSource
-from jaxspec.host.scoring import RolloutScorer
 from jaxspec.host.starts import BEST
 from jaxspec.inputs.checked import require
 from jaxspec.inputs.json_keys import join_names, read_json
 from jaxspec.processes.process_0 import check_in_process_0
 from jaxspec.rewards.scorer import SetScorers
-from jaxspec.run.batches import BatchPlanner
+from jaxspec.run.batches import BatchPlanner, BatchSource
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.run.state import RunState
 from jaxspec.state import Prompts, PyTree, Rollout, TrainState
@@ -147,9 +145,11 @@ class Evaluations:
 
     def truncate_records(self, run: RunState) -> None:
         """Drops records of batches that will be evaluated again."""
-        # Queued batches carry the metrics of their evaluation in the checkpoint.
-        queued = sum(has_evaluation(item.record.metrics) for item in run.queue)
-        self._records.truncate_from(run.learned + queued)
+        self.truncate_records_from(count_evaluated(run))
+
+    def truncate_records_from(self, batch: int) -> None:
+        """Drops records of a batch and later ones."""
+        self._records.truncate_from(batch)
 
     def __call__(
         self, state: Any, step: int, stop: Callable[[], bool]
@@ -200,13 +200,14 @@ class AnswerMethods(NamedTuple):
     """Returns an answerer that uses the program of the run's step."""
     source: WeightSource
     """Source of the weights for a program of evaluations."""
+    is_local: bool = True
+    """Whether this process answers. If not, others evaluate."""
 
 
 @contextlib.contextmanager
 def open_evaluations(
     job: Job,
-    source: PromptSource,
-    scorer: RolloutScorer,
+    batches: BatchSource,
     scorers: SetScorers,
     methods: AnswerMethods,
     folder: Path,
@@ -219,8 +220,9 @@ def open_evaluations(
       ConfigError: that program does not fit the devices, `eval.keep_best` is no metric, or the best
         checkpoint was chosen by other settings.
     """
+    source, scorer = batches.prompts, batches.scorer
     other_settings = list_differing_settings(job.config)
-    if other_settings:
+    if other_settings and methods.is_local:
         job.say(f"compiling one more program for evaluations: {join_names(other_settings)}")
         evaluator, program = compile_evaluator(
             job.config,
@@ -238,3 +240,9 @@ def open_evaluations(
     evaluations = Evaluations(job.config, evaluator, methods.bind, folder, job.say)
     with contextlib.closing(evaluations):
         yield evaluations
+
+
+def count_evaluated(run: RunState) -> int:
+    """Counts the batches of a restored run whose evaluation is not made again."""
+    # Queued batches carry the metrics of their evaluation in the checkpoint.
+    return run.learned + sum(has_evaluation(item.record.metrics) for item in run.queue)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host import workdir as workdirs
-from jaxspec.host.prompts import PromptSource
-from jaxspec.host.scoring import RolloutScorer
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.run.batches import BatchMaker, BatchPlanner, NoBatch, is_evaluation_due
+from jaxspec.run.batches import BatchSource, NoBatch, is_evaluation_due
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.schedules import StepResult, StepSchedule
@@ -18,16 +16,6 @@ from jaxspec.run.state import BatchRecord, CheckpointSaver, RunState
 from jaxspec.state import Rollout
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.trace import Profiler
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchSource:
-    """Parts that make batches, from prompts to plans."""
-
-    prompts: PromptSource
-    scorer: RolloutScorer
-    maker: BatchMaker
-    planner: BatchPlanner
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from jaxspec.host.programs import ALL_ROUNDS, put_like
-from jaxspec.host.round_cost import broadcast_table, cost_file, load_costs
+from jaxspec.host.round_cost import cost_file, load_costs
 from jaxspec.inputs.streams import Stream
 from jaxspec.mesh import replicated_sharding, row_shard_count
+from jaxspec.processes.process_0 import broadcast_table
 from jaxspec.rollout.decode_state import DecodeState
 from jaxspec.rollout.feedback import cost_table
 from jaxspec.rollout.feedback.cost_table import TimedCosts

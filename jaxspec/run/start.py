@@ -18,8 +18,8 @@ from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
 from jaxspec.processes.devices import describe_machine
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rollout.feedback import length_chooser
-from jaxspec.run.dynamic_batch import BatchFiller
-from jaxspec.run.state import GenerationProgress, RunState
+from jaxspec.run.batches import BatchSource
+from jaxspec.run.state import RunState
 from jaxspec.state import LengthChooser, NetworkState, NoChooser, Prompts, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
@@ -44,8 +44,7 @@ def read_offline_text(
 
 def start_run(
     job: Job,
-    source: PromptSource,
-    filler: BatchFiller | None,
+    batches: BatchSource,
     offline_text: TextRows | None,
     interrupt: Interrupt,
 ) -> RunState:
@@ -83,9 +82,9 @@ def start_run(
     state = jax.jit(step.init_state, out_shardings=layout, donate_argnums=(0, 1))(policy, network)
     machine = describe_machine(job.step.generator.mesh)
     return RunState(
-        state=_set_length_costs(job.step, state, source.place_training(0), say),
-        history=source.history,
-        generation=GenerationProgress(filling=filler.empty_batch() if filler else None),
+        state=_set_length_costs(job.step, state, lambda: batches.prompts.place_training(0), say),
+        history=batches.prompts.history,
+        generation=batches.empty_progress(),
         machine=machine,
         # Accelerators time rounds in the first rollout.
         timed_on={} if times_real_rounds(job.step.generator) else machine,
@@ -109,7 +108,7 @@ def adapt_run(
     if isinstance(saved_chooser, NoChooser) or not broadcast_flag(run.timed_on != run.machine):
         return
     say("the costs of rounds in the checkpoint are of another machine or mesh")
-    state = _set_length_costs(step, run.state, source.place_training(run.generated), say)
+    state = _set_length_costs(step, run.state, lambda: source.place_training(run.generated), say)
     assert isinstance(state.generator.chooser, LengthChooser), "lengths are chosen by costs"
     chooser = state.generator.chooser.replace(acceptance=saved_chooser.acceptance)
     run.state = state.replace(generator=state.generator.replace(chooser=chooser))
@@ -135,7 +134,7 @@ def describe_random_draft(config: ResolvedConfig) -> str:
 
 
 def _set_length_costs(
-    step: Step, state: TrainState, prompts: Prompts, say: LinePrinter
+    step: Step, state: TrainState, place_prompts: Callable[[], Prompts], say: LinePrinter
 ) -> TrainState:
     """Sets and prints the costs of draft lengths and the draft's acceptance.
 
@@ -151,7 +150,10 @@ def _set_length_costs(
             " worth"
         )
     start_time = time.perf_counter()
-    state, lengths = fill_length_chooser(step, state, prompts), step.generator.settings.lengths
+    state, lengths = (
+        fill_length_chooser(step, state, place_prompts()),
+        step.generator.settings.lengths,
+    )
     chooser = state.generator.chooser
     assert isinstance(chooser, LengthChooser), "lengths are chosen by costs"
     costs = np.asarray(chooser.round_cost)[:, 0, 0]

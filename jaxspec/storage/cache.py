@@ -18,12 +18,12 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.inputs.json_keys import parse_json
+from jaxspec.processes import roles
 from jaxspec.processes.global_arrays import from_host_values
-from jaxspec.processes.process_0 import broadcast_number, require_shared_cache
+from jaxspec.processes.process_0 import broadcast_number, require_shared_cache, wait_for_all
 from jaxspec.state import PyTree
 from jaxspec.storage.trees import array_layout, leaves_by_name, require_same_layout
 from jaxspec.system.files import (
@@ -185,7 +185,7 @@ def get_or_build_together(
       ConfigError: the cache cannot be written to, or a process does not see the folder of process
         0. The latter is found before the folder is filled.
     """
-    if jax.process_count() == 1:
+    if roles.member_count() == 1:
         return get_or_build(key, build, log)
     cached_folder, build_folder, mark = cache_folder() / key, cache_folder() / f"{key}.building", 0
 
@@ -197,7 +197,7 @@ def get_or_build_together(
         broadcast_number(mark)
         build(folder)
 
-    if jax.process_index() == 0:
+    if roles.is_first_member():
         get_or_build(key, build_by_all, log)
         # Without a mark `build_by_all` was not called, but the others still wait for a number.
         if not mark:
@@ -208,7 +208,7 @@ def get_or_build_together(
         mark_text = file.read_text(encoding="utf-8") if file.is_file() else ""
         require_shared_cache(mark_text == str(mark), build_folder)
         build(build_folder)
-    multihost_utils.sync_global_devices(f"{key} is cached")
+    wait_for_all()
     require_shared_cache(cached_folder.is_dir(), cached_folder)
     return cached_folder
 

@@ -11,14 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from jaxspec.inputs.checked import ConfigError
-from jaxspec.processes.global_arrays import from_host_values
+from jaxspec.processes import roles
+from jaxspec.processes.global_arrays import from_host_values, gather_over_processes
+from jaxspec.processes.process_0 import wait_for_all
 from jaxspec.state import PyTree
 from jaxspec.storage.orbax_errors import PATH_ERRORS, access_error_in, describe_error, silence_orbax
 from jaxspec.storage.trees import array_layout, digest_arrays, leaves_by_name, require_same_layout
-from jaxspec.system.files import DamagedFileError, SaveError, explain_write_errors
+from jaxspec.system.files import (
+    DamagedFileError,
+    SaveError,
+    explain_write_errors,
+    next_free_path,
+)
 
 # The last item is present if the common state has the key `processes` with their number.
 _ARRAYS_ITEM, _HOST_ITEM, _PROCESS_ITEM = "arrays", "host", "own"
@@ -43,7 +49,7 @@ class RestoredCheckpoint(NamedTuple):
 
 def successor_process(process_id: int) -> int:
     """Returns the process that takes over the state of a saving process."""
-    return process_id % jax.process_count()
+    return process_id % roles.member_count()
 
 
 class Checkpoints:
@@ -80,6 +86,10 @@ class Checkpoints:
             ),
             self._explain_open_errors(),
         ):
+            # Orbax does not create it if only some processes take part.
+            if roles.is_first_member() and not read_only:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            wait_for_all()
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_handlers={
@@ -98,6 +108,8 @@ class Checkpoints:
                     # live run may be writing it.
                     cleanup_tmp_directories=not read_only,
                     read_only=read_only,
+                    create=False,
+                    multiprocessing_options=_member_options(),
                 ),
             )
 
@@ -119,12 +131,15 @@ class Checkpoints:
         self.wait_until_saved()
         if step in self._manager.all_steps():
             return
-        self._saving_step = step
-        extra_fields = {} if process_state is None else {"processes": jax.process_count()}
+        self._saving_step, digests = step, digest_arrays(leaves)
+        if roles.member_count() == 1 < jax.process_count():
+            # Orbax refuses arrays of a single process in a job of several, but takes host values.
+            leaves = jax.device_get(leaves)
+        extra_fields = {} if process_state is None else {"processes": roles.member_count()}
         items = {
             _ARRAYS_ITEM: ocp.args.PyTreeSave(leaves),
             _HOST_ITEM: ocp.args.JsonSave(
-                _add_digest(host_state, arrays=digest_arrays(leaves), **extra_fields)
+                _add_digest(host_state, arrays=digests, **extra_fields)
             ),
         }
         if process_state is not None:
@@ -272,7 +287,7 @@ class Checkpoints:
             return
         with self._share_errors(f"damaged checkpoints in {self.folder} cannot be moved"):
             for step, error in damaged.items() if jax.process_index() == 0 else ():
-                new_path = _next_free_path(self.folder.parent / "damaged-checkpoints" / str(step))
+                new_path = next_free_path(self.folder.parent / "damaged-checkpoints" / str(step))
                 with explain_write_errors(
                     f"{self.folder / str(step)} cannot be moved",
                     "move it away, and run the same command again",
@@ -340,12 +355,10 @@ class Checkpoints:
             yield
         except ConfigError as error:
             fault = error
-        if jax.process_count() > 1:
+        if roles.member_count() > 1:
             # A ConfigError of any process outweighs damage, so that no step is moved away.
-            severity = np.int32(
-                0 if fault is None else 1 if isinstance(fault, DamagedFileError) else 2
-            )
-            worst = int(np.max(multihost_utils.process_allgather(severity)))
+            severity = 0 if fault is None else 1 if isinstance(fault, DamagedFileError) else 2
+            worst = int(gather_over_processes(severity).max())
             if worst > severity:
                 text = f"{failure} by another process"
                 fault = (
@@ -369,6 +382,15 @@ class Checkpoints:
             ) from error
 
 
+def _member_options() -> ocp.options.MultiprocessingOptions:
+    """Returns options for the processes that work together."""
+    if roles.member_count() == jax.process_count():
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(
+        active_processes={*roles.list_members()}, barrier_sync_key_prefix="learner"
+    )
+
+
 def _add_digest(saved: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     """Builds the content of a JSON file, with its digest, for `_load_json`."""
     # Through JSON, so that the digest is of values as they are read back.
@@ -387,12 +409,3 @@ def _is_readable_metadata(file: Path) -> bool:
         return isinstance(json.loads(file.read_bytes() or b"{}"), dict)
     except _METADATA_ERRORS:
         return False
-
-
-def _next_free_path(path: Path) -> Path:
-    """Returns the path, with the first free number appended if it exists."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate

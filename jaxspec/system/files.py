@@ -173,3 +173,12 @@ def lock_file(path: Path, *, wait: bool) -> TextIO | None:
 def utc_timestamp() -> str:
     """Returns the current UTC time in ISO 8601 form, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def next_free_path(path: Path) -> Path:
+    """Returns the path, with the first free number appended if it exists."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

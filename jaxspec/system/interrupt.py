@@ -61,6 +61,7 @@ class Interrupt:
     ) -> None:
         self._announce, self._on_exit = announce, on_exit
         self._stop_requested = False
+        self._is_alone = False
         self._first_signal: signal.Signals | None = None
         self._sigint_count = 0
         self._activity: str | None = None
@@ -112,6 +113,23 @@ class Interrupt:
         return self._stop_requested
 
     @property
+    def received_signal(self) -> int:
+        """Number of the first signal that this process got. 0 if there was none."""
+        return self._first_signal or 0
+
+    def watch_alone(self) -> None:
+        """Keeps signals in this process from now on, also under `jax.distributed`.
+
+        The program itself agrees with other processes, and calls `request_stop` in each.
+        """
+        self._is_alone = True
+
+    def request_stop(self, number: int) -> None:
+        """Requests a stop as if this process had got a signal."""
+        self._first_signal = self._first_signal or signal.Signals(number)
+        self._stop_requested = True
+
+    @property
     def exit_status(self) -> int:
         """Exit status after a stop. Equal in all processes."""
         assert self._first_signal is not None, "only a signal requests it"
@@ -122,7 +140,7 @@ class Interrupt:
 
         The answer is the same in every process. All must call it with the same, increasing steps.
         """
-        if not self._stop_requested and _is_distributed():
+        if not self._stop_requested and _is_distributed() and not self._is_alone:
             # Imported here, since programs enter an Interrupt before they import JAX.
             import numpy as np
             from jax.experimental import multihost_utils
@@ -202,7 +220,7 @@ class Interrupt:
                 "stopped at once; the same command goes on from the last checkpoint",
             )
         else:
-            if _is_distributed():
+            if _is_distributed() and not self._is_alone:
                 self._forward_sigterm()
             else:
                 self._stop_requested = True

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec.links import SameMesh
 from jaxspec.run.pipelined import account as accounts
 from jaxspec.run.pipelined.account import Account
 from jaxspec.run.pipelined.generation import SentBatch
@@ -46,7 +47,8 @@ def numbers(sent: SentBatch) -> tuple[int, int, int]:
 
 def queue_of(kind: type, side: Any, lag: int, first_batch: int = 0, version: int = 0) -> BatchQueue:
     plan = BatchPlan(lag, first_batch, version, STEPS)
-    return kind(side, plan, GenerationProgress(first_batch))
+    links = () if kind is TurnQueue else (SameMesh(None), SameMesh(None))
+    return kind(side, plan, GenerationProgress(first_batch), *links)
 
 
 @pytest.mark.parametrize("kind", [TurnQueue, ThreadQueue])
@@ -67,7 +69,7 @@ def test_batches_come_in_order_each_from_the_version_of_its_lag(
         queue.publish(version, version)
     assert batches == [(n, max(0, n - lag), n + 1) for n in range(STEPS)]
     assert queue.evaluate_last() == {"version": STEPS, "batch": STEPS - 1}
-    queue.close()
+    queue.close(0)
     assert (side.threads == {threading.get_ident()}) == (kind is TurnQueue)
 
 
@@ -79,7 +81,7 @@ def test_a_resumed_run_goes_on_with_the_version_that_was_saved(kind: type) -> No
     assert numbers(queue.take_batch()) == (6, 4, 7)
     queue.publish(5, 5)
     assert numbers(queue.take_batch()) == (7, 5, 8)
-    queue.close()
+    queue.close(0)
 
 
 def test_finished_batches_come_before_the_error_of_a_later_one() -> None:
@@ -89,7 +91,7 @@ def test_finished_batches_come_before_the_error_of_a_later_one() -> None:
     assert [queue.take_batch().record.batch for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="the scorer is gone"):
         queue.take_batch()
-    queue.close()
+    queue.close(0)
 
 
 @pytest.mark.parametrize("published", [True, False])
@@ -99,7 +101,7 @@ def test_closing_ends_the_thread_in_a_batch_and_between_two(published: bool) -> 
     if published:
         queue.publish(0, 0)
     before = time.monotonic()
-    queue.close()
+    queue.close(0)
     assert time.monotonic() - before < 10
     assert "generator" not in {thread.name for thread in threading.enumerate()}
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.metrics.mean import metrics_to_host
-from jaxspec.run.batches import is_evaluation_due
+from jaxspec.processes.global_arrays import gather_over_processes
+from jaxspec.run.batches import BatchSource, is_evaluation_due
 from jaxspec.run.evaluations import Evaluations
-from jaxspec.run.loop import BatchSource
 from jaxspec.run.pipelined.account import Account
 from jaxspec.run.pipelined.programs import PipelinedSchedule
 from jaxspec.run.state import BatchRecord, GenerationProgress
@@ -20,7 +20,7 @@ class SentBatch:
     """A batch on its way to the learner."""
 
     packed: PyTree
-    """Scored rollout, on the learner's mesh."""
+    """Scored rollout, packed for its link."""
     record: BatchRecord
     generated: int
     """Number of rollouts until it was complete."""
@@ -40,6 +40,10 @@ class GenerationSide:
         self._batches = batches
         self.account = Account()
         self._abort = threading.Event()
+
+    def empty_progress(self, generated: int) -> GenerationProgress:
+        """Returns the progress of generation between two batches."""
+        return dataclasses.replace(self._batches.empty_progress(), generated=generated)
 
     def abort(self) -> None:
         """Asks to stop at the next slice. May be called from another thread."""
@@ -69,8 +73,8 @@ class GenerationSide:
         record = queued.record
         if is_evaluation_due(self._config, record):
             record.metrics |= self.evaluate(published, batch)
-        with account.charge("swap"):
-            packed = self._schedule.send(queued.rollout)
+        with account.charge("send"):
+            packed = self._schedule.pack_batch(queued.rollout)
         record.metrics |= _name_seconds(account.take_seconds())
         return SentBatch(packed, record, progress.generated)
 
@@ -93,22 +97,28 @@ class GenerationSide:
     def evaluate(self, published: PyTree, batch: int) -> dict[str, float]:
         """Evaluates published weights. Returns metrics, which are empty if asked to stop."""
         with self.account.charge("evaluate"):
-            _, metrics = self._evaluations(published, batch, self._abort.is_set)
+            _, metrics = self._evaluations(published, batch, self._should_stop)
         return metrics
 
     def _check_slice(self, number: int, rows: Rollout) -> bool:
         """Begins to score rows between slices of generation. Returns whether to stop."""
         self._batches.scorer.begin_scoring(number, rows)
-        return self._abort.is_set()
+        return self._should_stop()
+
+    def _should_stop(self) -> bool:
+        """Returns whether to stop. All processes of this side agree."""
+        return bool(gather_over_processes(int(self._abort.is_set())).any())
 
 
 def _name_seconds(seconds: dict[str, float]) -> dict[str, float]:
     """Names the seconds of an account of generation as metrics."""
     total = sum(seconds.values())
-    # The learner has seconds of these two kinds of its own.
-    renamed = {
-        "other": "generator_other",
-        "swap": "send",
+    # The learner has other seconds of its own.
+    other = seconds.pop("other")
+    named = {f"time/{name}": value for name, value in seconds.items()}
+    return {
+        "time/idle_generate": 0.0,
+        **named,
+        "time/generator_other": other,
+        "time/generator_step": total,
     }
-    named = {f"time/{renamed.get(name, name)}": value for name, value in seconds.items()}
-    return {"time/idle_generate": 0.0, **named, "time/generator_step": total}

@@ -7,13 +7,16 @@ import jax
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.host import workdir as workdirs
 from jaxspec.metrics.mean import metrics_to_host
+from jaxspec.processes.global_arrays import gather_over_processes
 from jaxspec.run.batches import NoBatch
+from jaxspec.run.evaluations import count_evaluated
 from jaxspec.run.loop import Host
 from jaxspec.run.pipelined.account import Account
+from jaxspec.run.pipelined.apart import ProcessQueue
 from jaxspec.run.pipelined.generation import GenerationSide
-from jaxspec.run.pipelined.programs import PipelinedSchedule
-from jaxspec.run.pipelined.queue import BatchPlan, BatchQueue, open_queue
-from jaxspec.run.state import GenerationProgress, QueuedBatch, RunState
+from jaxspec.run.pipelined.programs import PipelinedSchedule, Placement
+from jaxspec.run.pipelined.queue import BatchPlan, BatchQueue, ThreadQueue, TurnQueue
+from jaxspec.run.state import QueuedBatch, RunState
 from jaxspec.system.interrupt import Interrupt
 
 
@@ -34,26 +37,38 @@ class PipelinedLoop:
             host,
         )
         self._account = Account()
-        self._stop_checks = 0
 
     def run_to_end(self, run: RunState) -> bool:
         """Continues a run until it ends or is stopped.
 
         Updates `run` in place. Returns whether the run has ended.
         """
-        host, schedule = self._host, self._schedule
-        side = GenerationSide(self._config, schedule, host.batches, host.evaluations)
-        plan = BatchPlan(schedule.lag, run.next_batch, run.learned, self._config.steps)
-        # The run's own progress is that of the last batch taken, which a checkpoint holds.
-        progress = GenerationProgress(run.generated, run.generation.filling)
-        queue = open_queue(side, plan, progress, schedule.shares_devices)
+        plan = BatchPlan(self._schedule.lag, run.next_batch, run.learned, self._config.steps)
+        queue, status = self._open_queue(run, plan), 1
         try:
-            return self._learn_batches(run, queue)
+            is_done = self._learn_batches(run, queue)
+            status = 0 if is_done else self._interrupt.exit_status
+            return is_done
         except NoBatch as error:
-            host.reporter.write_samples(run.next_batch, error.samples)
+            self._host.reporter.write_samples(run.next_batch, error.samples)
             raise
         finally:
-            queue.close()
+            queue.close(status)
+
+    def _open_queue(self, run: RunState, plan: BatchPlan) -> BatchQueue:
+        """Opens the queue, whose generator begins to wait for weights."""
+        host, schedule = self._host, self._schedule
+        if schedule.placement == Placement.PROCESSES:
+            self._interrupt.watch_alone()
+            return ProcessQueue(schedule, plan, run.generated, count_evaluated(run))
+        side = GenerationSide(self._config, schedule, host.batches, host.evaluations)
+        # The run's own progress is that of the last batch taken, which a checkpoint holds.
+        progress = side.empty_progress(run.generated)
+        # Two threads would start programs on the same devices in an order that is not fixed, and
+        # collectives of several devices could then wait for each other.
+        if schedule.placement == Placement.TURNS:
+            return TurnQueue(side, plan, progress)
+        return ThreadQueue(side, plan, progress, schedule.weight_link, schedule.batch_link)
 
     def _learn_batches(self, run: RunState, queue: BatchQueue) -> bool:
         config, saver = self._config, self._host.saver
@@ -61,7 +76,7 @@ class PipelinedLoop:
         self._account.take_seconds()  # the start belongs to no batch
         is_saved = True
         while not run.has_ended(config.steps):
-            if self._should_stop():
+            if self._should_stop(queue):
                 self._drain(run, queue)
                 saver.save(run)
                 return False
@@ -88,7 +103,7 @@ class PipelinedLoop:
         """Takes the next batch from the generator, and plans it."""
         with self._account.charge("exposed_generation"):
             sent = queue.take_batch()
-            scored = jax.block_until_ready(self._schedule.receive(sent.packed))
+            scored = jax.block_until_ready(self._schedule.unpack_batch(sent.packed))
         with self._account.charge("plan"):
             scored = self._host.batches.planner.plan(scored)
         run.generation.generated = sent.generated
@@ -116,14 +131,18 @@ class PipelinedLoop:
     def _publish(self, run: RunState, queue: BatchQueue) -> None:
         """Gives the weights of the state to the generator."""
         with self._account.charge("swap"):
-            packed, arriving = self._schedule.publish(run.state)
-            # Of the learner's own devices alone, which do not wait for the generator's.
-            jax.block_until_ready(packed)
-        queue.publish(run.learned, arriving)
+            # This waits for the learner's own devices, and not for the generator's.
+            packed = jax.block_until_ready(self._schedule.pack_weights(run.state))
+            queue.publish(run.learned, packed)
 
-    def _should_stop(self) -> bool:
-        self._stop_checks += 1
-        return self._interrupt.stop_requested or self._interrupt.should_stop(self._stop_checks)
+    def _should_stop(self, queue: BatchQueue) -> bool:
+        """Returns whether to stop. All processes of this side agree."""
+        if isinstance(queue, ProcessQueue):
+            number = max(self._interrupt.received_signal, queue.received_signal())
+            number = int(gather_over_processes(number).max())
+            if number:
+                self._interrupt.request_stop(number)
+        return self._interrupt.stop_requested
 
 
 def _name_seconds(seconds: dict[str, float]) -> dict[str, Any]:

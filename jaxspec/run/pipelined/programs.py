@@ -1,6 +1,7 @@
 """Compiled programs of the two sides of a pipelined run."""
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,13 +10,14 @@ import jax
 from jaxspec import mesh as meshes
 from jaxspec.evaluation.program import WeightSource
 from jaxspec.host.programs import (
-    Answerer,
     abstract_arguments,
+    abstract_prompts,
     abstract_scored_rollout,
     compile_ahead,
     open_weight_link,
 )
 from jaxspec.links import Link, open_link
+from jaxspec.processes import roles
 from jaxspec.run.evaluations import AnswerMethods, WeightsAnswerer
 from jaxspec.run.schedules import (
     SliceCallback,
@@ -24,6 +26,14 @@ from jaxspec.run.schedules import (
 )
 from jaxspec.state import Prompts, PyTree, Rollout, RolloutWeights, ScoredRollout, TrainState
 from jaxspec.step import Step
+
+
+class Placement(enum.Enum):
+    """Placement of the two sides of a run."""
+
+    TURNS = "on the same devices, in turn"
+    THREADS = "on other devices of one process"
+    PROCESSES = "in processes of their own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +45,15 @@ class PipelinedSchedule:
     """
 
     lag: int
-    shares_devices: bool
-    """Whether both sides have the same mesh. They then take turns."""
+    placement: Placement
     programs: Mapping[str, Any]
-    """Compiled programs, by phase."""
+    """Compiled programs of this process's side or sides, by phase."""
     weight_link: Link
     batch_link: Link
     generate: Callable[[RolloutWeights, Prompts, SliceCallback], Rollout | None]
     """Generates in slices. Returns None if the callback asks to stop."""
-    answerer: Answerer
-    """Answers prompts by the same programs, without a callback."""
+    generates: bool
+    """Whether this process generates."""
     weight_source: WeightSource
     """Source of published weights, on the generator's mesh."""
 
@@ -54,21 +63,23 @@ class PipelinedSchedule:
 
         def bind(published: PyTree) -> WeightsAnswerer:
             weights = self.load(published)
-            return WeightsAnswerer(lambda prompts: self.answerer(weights, prompts), published)
 
-        return AnswerMethods(bind, self.weight_source)
+            def answer_prompts(prompts: Prompts) -> Rollout:
+                rollout = self.generate(weights, prompts, lambda _: False)
+                assert rollout is not None, "nothing asks it to stop"
+                return rollout
+
+            return WeightsAnswerer(answer_prompts, published)
+
+        return AnswerMethods(bind, self.weight_source, self.generates)
 
     def learn(self, state: TrainState, scored: ScoredRollout) -> tuple[TrainState, PyTree]:
         """Learns from a batch. Donates the state, and returns the new one with metrics."""
         return self.programs["train"](state, scored)
 
-    def publish(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Exports the weights of a state, and sends them to the generator's mesh.
-
-        Returns what is sent, and what arrives, both perhaps before they are computed.
-        """
-        packed = self.programs["publish"](state)
-        return packed, self.weight_link.move(packed)
+    def pack_weights(self, state: TrainState) -> PyTree:
+        """Exports the weights of a state, packed for their link."""
+        return self.programs["publish"](state)
 
     def load(self, published: PyTree) -> RolloutWeights:
         """Loads published weights on the generator's mesh."""
@@ -81,16 +92,14 @@ class PipelinedSchedule:
         """Returns metrics of a rollout."""
         return self.programs["measure"](rollout, weights)
 
-    def send(self, scored: ScoredRollout) -> PyTree:
-        """Sends a scored rollout to the learner's mesh."""
-        # On the same mesh, nothing else reads the rollout, so a copy is not needed.
-        if self.shares_devices:
-            return scored
-        return self.batch_link.move(self.programs["send"](scored))
+    def pack_batch(self, scored: ScoredRollout) -> PyTree:
+        """Packs a scored rollout for its link."""
+        # On the same mesh nothing else reads the rollout, so no copy is needed.
+        return self.programs["send"](scored) if "send" in self.programs else scored
 
-    def receive(self, packed: PyTree) -> ScoredRollout:
-        """Receives a rollout on the learner's mesh. It has no plan."""
-        return packed if self.shares_devices else self.programs["receive"](packed)
+    def unpack_batch(self, packed: PyTree) -> ScoredRollout:
+        """Unpacks a scored rollout on the learner's mesh. It has no plan."""
+        return self.programs["receive"](packed) if "receive" in self.programs else packed
 
 
 def compile_pipelined_schedule(
@@ -100,66 +109,93 @@ def compile_pipelined_schedule(
 
     Generation runs in slices of `slice_rounds` rounds.
     """
-    state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
-    replicated = meshes.replicated_sharding(step.learner.mesh)
+    state, scored, _ = abstract_arguments(step, prompt_count)
+    sent = abstract_scored_rollout(step, prompt_count, step.generator.mesh).replace(plan=None)
+    weight_link = open_weight_link(step, state)
+    batch_link = open_link(sent, scored.replace(plan=None))
+    learns, generates = map(roles.owns_part, (step.learner.mesh, step.generator.mesh))
+    placement = Placement.THREADS if learns and generates else Placement.PROCESSES
+    placement = Placement.TURNS if step.shares_devices else placement
+    programs: dict[str, Any] = {}
+    generate = _generate_nothing
+    if learns:
+        programs |= _compile_learner(step, state, scored, weight_link, batch_link)
+    if generates:
+        generate, generation_programs = _compile_generator(
+            step, prompt_count, sent, weight_link, batch_link, slice_rounds
+        )
+        programs |= generation_programs
+    return PipelinedSchedule(
+        lag=lag,
+        placement=placement,
+        programs=programs,
+        weight_link=weight_link,
+        batch_link=batch_link,
+        generate=generate,
+        generates=generates,
+        weight_source=WeightSource(weight_link.target_layout, weight_link.unpack),
+    )
+
+
+def _generate_nothing(
+    weights: RolloutWeights, prompts: Prompts, on_slice: SliceCallback
+) -> Rollout | None:
+    raise AssertionError("other processes generate")
+
+
+def _compile_learner(
+    step: Step, state: TrainState, scored: ScoredRollout, weight_link: Link, batch_link: Link
+) -> dict[str, Any]:
+    """Compiles the programs of the learner's side."""
     learn, _ = compile_ahead(
         step.learn,
         *(state, scored),
         donate_argnums=0,
-        out_shardings=(step.state_shardings(), replicated),
+        out_shardings=(step.state_shardings(), meshes.replicated_sharding(step.learner.mesh)),
     )
-    sent = abstract_scored_rollout(step, prompt_count, step.generator.mesh).replace(plan=None)
-    received = scored.replace(plan=None)
-    weight_link, batch_link = open_weight_link(step, state), open_link(sent, received)
 
     def publish(state: TrainState) -> PyTree:
         return weight_link.pack(step.export(state))
 
+    published = _shardings(weight_link.source_layout)
+    programs = {
+        "train": learn,
+        "publish": compile_ahead(publish, state, out_shardings=published)[0],
+    }
+    if not step.shares_devices:
+        received = _shardings(scored.replace(plan=None))
+        programs["receive"], _ = compile_ahead(
+            batch_link.unpack, batch_link.target_layout, out_shardings=received
+        )
+    return programs
+
+
+def _compile_generator(
+    step: Step,
+    prompt_count: int,
+    sent: ScoredRollout,
+    weight_link: Link,
+    batch_link: Link,
+    slice_rounds: int,
+) -> tuple[Callable, dict[str, Any]]:
+    """Compiles the programs of the generator's side. Returns generation apart, and all by phase."""
+
     def load(published: PyTree) -> RolloutWeights:
         return step.generator.load(*weight_link.unpack(published))
 
-    publish_program, _ = compile_ahead(
-        publish, state, out_shardings=_shardings(weight_link.source_layout)
-    )
     load_program, weights = compile_ahead(load, weight_link.target_layout)
-    generate, generation_programs = compile_sliced_generation(
-        step, weights, prompt_shapes, uniform_slices(slice_rounds)
+    generate, programs = compile_sliced_generation(
+        step, weights, abstract_prompts(step.generator, prompt_count), uniform_slices(slice_rounds)
     )
     measure, _ = compile_ahead(
         step.generator.measure_rollout,
         *(sent.rollout, weights),
         out_shardings=meshes.replicated_sharding(step.generator.mesh),
     )
-    programs = {
-        "train": learn,
-        "publish": publish_program,
-        "load": load_program,
-        **generation_programs,
-        "measure": measure,
-    }
+    programs |= {"load": load_program, "measure": measure}
     if not step.shares_devices:
         programs["send"], _ = compile_ahead(batch_link.pack, sent)
-        programs["receive"], _ = compile_ahead(
-            batch_link.unpack,
-            batch_link.target_layout,
-            out_shardings=_shardings(received),
-        )
-
-    def answer_prompts(weights: RolloutWeights, prompts: Prompts) -> Rollout:
-        rollout = generate(weights, prompts, lambda _: False)
-        assert rollout is not None, "nothing asks it to stop"
-        return rollout
-
-    return PipelinedSchedule(
-        lag=lag,
-        shares_devices=step.shares_devices,
-        programs=programs,
-        weight_link=weight_link,
-        batch_link=batch_link,
-        generate=generate,
-        answerer=answer_prompts,
-        weight_source=WeightSource(weight_link.target_layout, weight_link.unpack),
-    )
+    return generate, programs
 
 
 def _shardings(tree: PyTree) -> PyTree:

@@ -1,9 +1,11 @@
 """Queue of batches between the two sides, at a fixed lag."""
 
 import collections
+import dataclasses
 import threading
 from typing import Protocol, runtime_checkable
 
+from jaxspec.links import Link
 from jaxspec.run.pipelined.account import Account
 from jaxspec.run.pipelined.generation import SentBatch
 from jaxspec.run.state import GenerationProgress
@@ -23,13 +25,13 @@ class BatchPlan:
     """
 
     def __init__(self, lag: int, first_batch: int, first_version: int, steps: int) -> None:
-        self._lag, self._first_version, self.steps = lag, first_version, steps
-        self.first_batch = first_batch
+        self._lag, self.steps = lag, steps
+        self.first_batch, self.first_version = first_batch, first_version
 
     def version_of(self, batch: int) -> int:
         """Returns the version that makes a batch."""
         # A checkpoint holds the batches of earlier versions.
-        return max(batch - self._lag, self._first_version)
+        return max(batch - self._lag, self.first_version)
 
     def last_batch_of(self, version: int) -> int:
         """Returns the last batch that a version makes."""
@@ -61,20 +63,20 @@ class BatchProducer(Protocol):
 class BatchQueue(Protocol):
     """Batches in order, made from the weights that are published."""
 
-    def publish(self, version: int, published: PyTree) -> None:
-        """Gives weights to the generator."""
+    def publish(self, version: int, packed: PyTree) -> None:
+        """Gives packed weights to the generator."""
         ...
 
     def take_batch(self) -> SentBatch:
-        """Returns the next batch. Waits for it."""
+        """Returns the next batch, packed on the learner's mesh. Waits for it."""
         ...
 
     def evaluate_last(self) -> dict[str, float]:
         """Evaluates the weights after the last update."""
         ...
 
-    def close(self) -> None:
-        """Stops generation."""
+    def close(self, status: int) -> None:
+        """Stops generation, in a program that ends with an exit status."""
         ...
 
 
@@ -87,11 +89,11 @@ class TurnQueue:
         self._batches: collections.deque[SentBatch] = collections.deque()
         self._published: tuple[int, PyTree] | None = None
 
-    def publish(self, version: int, published: PyTree) -> None:
+    def publish(self, version: int, packed: PyTree) -> None:
         """Keeps the weights for the next batches."""
         # All batches of a version are made before the next one replaces it.
         self._make_batches()
-        self._published = version, published
+        self._published = version, packed
 
     def take_batch(self) -> SentBatch:
         """Makes all batches that can be made, and returns the oldest."""
@@ -113,15 +115,31 @@ class TurnQueue:
         assert self._published is not None, "weights are published first"
         return self._side.evaluate(self._published[1], self._plan.steps - 1)
 
-    def close(self) -> None:
+    def close(self, status: int) -> None:
         """Does nothing, since no batch is in flight between two turns."""
 
 
 class ThreadQueue:
-    """Queue of a generator that runs in a thread of its own."""
+    """Queue of a generator that runs in a thread of its own.
 
-    def __init__(self, side: BatchProducer, plan: BatchPlan, progress: GenerationProgress) -> None:
+    Args:
+      side: the generator.
+      plan: order of the batches.
+      progress: progress of generation.
+      weight_link: link of the weights.
+      batch_link: link of the batches.
+    """
+
+    def __init__(
+        self,
+        side: BatchProducer,
+        plan: BatchPlan,
+        progress: GenerationProgress,
+        weight_link: Link,
+        batch_link: Link,
+    ) -> None:
         self._side, self._plan, self._progress = side, plan, progress
+        self._weight_link, self._batch_link = weight_link, batch_link
         self._changed = threading.Condition()
         self._published: dict[int, PyTree] = {}
         self._batches: collections.deque[SentBatch] = collections.deque()
@@ -133,8 +151,9 @@ class ThreadQueue:
 
     # ---- called by the learner's thread
 
-    def publish(self, version: int, published: PyTree) -> None:
-        """Gives weights to the generator."""
+    def publish(self, version: int, packed: PyTree) -> None:
+        """Gives packed weights to the generator."""
+        published = self._weight_link.move(packed)
         with self._changed:
             self._published[version] = published
             self._changed.notify_all()
@@ -155,7 +174,7 @@ class ThreadQueue:
         self._thread.join()
         return self._side.evaluate(self._published[self._plan.steps], self._plan.steps - 1)
 
-    def close(self) -> None:
+    def close(self, status: int) -> None:
         """Stops generation at the next slice, and waits for the thread."""
         with self._changed:
             self._is_closed = True
@@ -174,6 +193,7 @@ class ThreadQueue:
                 sent = self._side.make_batch(batch, published, self._progress)
                 if sent is None:
                     return
+                sent = dataclasses.replace(sent, packed=self._batch_link.move(sent.packed))
                 with self._changed:
                     self._batches.append(sent)
                     self._changed.notify_all()
@@ -192,13 +212,3 @@ class ThreadQueue:
             for earlier in [number for number in self._published if number < version]:
                 del self._published[earlier]
             return self._published[version]
-
-
-def open_queue(
-    side: BatchProducer, plan: BatchPlan, progress: GenerationProgress, shares_devices: bool
-) -> BatchQueue:
-    """Opens the queue of a run, and begins to wait for weights."""
-    # Two threads would start programs on the same devices in an order that is not fixed, and
-    # collectives of several devices could then wait for each other.
-    queue_type = TurnQueue if shares_devices else ThreadQueue
-    return queue_type(side, plan, progress)

@@ -1,0 +1,115 @@
+"""Messages and arrays from process to process, without a collective.
+
+Messages go through the store of JAX's coordinator. Arrays go directly: the sender offers them, and
+the receiver pulls them into its own devices. So a sender never waits for a receiver, and a receiver
+waits only for a sender that has not offered yet.
+"""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+_PREFIX = "jaxspec/mail"
+_POLL_MILLISECONDS = 500
+"""Milliseconds of a single wait, between which the caller may look at other things."""
+_CONNECTIONS = 4
+"""Parallel connections over which arrays travel."""
+
+
+def _open_store() -> Any:
+    # JAX has no public access to the store.
+    from jax._src.distributed import global_state
+
+    assert global_state.client is not None, "JAX has joined the processes"
+    return global_state.client
+
+
+def post_message(name: str, content: bytes) -> None:
+    """Posts a message, which every process can read until it is removed."""
+    _open_store().key_value_set_bytes(f"{_PREFIX}/{name}", content)
+
+
+def read_message(name: str) -> bytes | None:
+    """Returns a message, or None if it is not there."""
+    try:
+        return _open_store().key_value_try_get_bytes(f"{_PREFIX}/{name}")
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def remove_message(name: str) -> None:
+    """Removes a message, if it is there."""
+    _open_store().key_value_delete(f"{_PREFIX}/{name}")
+
+
+def wait_for_message(name: str) -> bytes | None:
+    """Waits a moment for a message. Returns None if it has not come."""
+    try:
+        return _open_store().blocking_key_value_get_bytes(f"{_PREFIX}/{name}", _POLL_MILLISECONDS)
+    except jax.errors.JaxRuntimeError as error:
+        # JAX has no error type for a deadline, only the status code in the text.
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+
+
+class ArrayServer:
+    """Server from which other processes pull arrays of this one, and the connections to theirs.
+
+    A process has one.
+    """
+
+    def __init__(self) -> None:
+        from jax.experimental import transfer
+
+        host = _own_address()
+        client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(
+            client, f"{host}:0", [f"{host}:0"] * _CONNECTIONS
+        )
+        self._connections: dict[int, Any] = {}
+        post_message(f"server/{jax.process_index()}", self._server.address().encode())
+
+    def offer_arrays(self, number: int, arrays: Sequence[jax.Array]) -> None:
+        """Offers arrays, each on one device, to the process that pulls this number.
+
+        Returns at once, and keeps the arrays until they are pulled.
+        """
+        self._server.await_pull(number, list(arrays))
+
+    def pull_arrays(
+        self, sender: int, number: int, layouts: Sequence[tuple[Any, Any]]
+    ) -> list[jax.Array]:
+        """Pulls the arrays that a process offers. Returns before they have arrived.
+
+        Args:
+          sender: number of the process.
+          number: number under which it offers them.
+          layouts: shape and dtype of each array, and the device that receives it.
+        """
+        if sender not in self._connections:
+            address = None
+            while address is None:
+                address = wait_for_message(f"server/{sender}")
+            self._connections[sender] = self._server.connect(address.decode())
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
+            for leaf, device in layouts
+        ]
+        return self._connections[sender].pull(number, shapes)
+
+
+def _own_address() -> str:
+    """Returns the address of this machine in the network of the coordinator."""
+    from jax._src.distributed import global_state
+
+    host, _, port = (global_state.coordinator_address or "").rpartition(":")
+    # Connecting a datagram socket sends nothing, and chooses the network.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return probe.getsockname()[0]
