@@ -127,6 +127,11 @@ def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
     with capture_stderr() as log, Heartbeat(log.print_line) as heartbeat:
         heartbeat.start_activity("reading the config, and the folders that it names")
         resolved, unchecked = resolve_from_local_files(config)
+        require(
+            resolved.schedule.kind != "pipelined",
+            "schedule.kind is pipelined, and check compiles one program for all devices only; check"
+            " it as fused, on the devices of each side",
+        )
         target = make_target(resolved, options.hardware, options.devices)
         device_count = len(target.devices)
         # Beyond one machine there are several processes. These may leave no device idle.

@@ -31,9 +31,9 @@ from jaxspec.run.closing import close_run
 from jaxspec.run.compiling import Schedule, answer_methods, compile_schedule, open_loop
 from jaxspec.run.evaluations import Evaluations, open_evaluations
 from jaxspec.run.loop import Host
-from jaxspec.run.pipelined.apart import run_generator
 from jaxspec.run.pipelined.generation import GenerationSide
 from jaxspec.run.pipelined.programs import PipelinedSchedule
+from jaxspec.run.pipelined.remote import run_generator
 from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.start import adapt_run, empty_history, read_offline_text, start_run
 from jaxspec.run.state import CheckpointSaver, RunState, restore_run
@@ -92,7 +92,7 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             job, schedule = compile_schedule(job, stack)
             history = run.history if run else None
             batches = make_batch_source(job, sets, scorers, history)
-            methods = answer_methods(schedule, job, batches)
+            methods = answer_methods(schedule, job.step, batches)
             evaluations = stack.enter_context(
                 open_evaluations(job, batches, scorers, methods, workdir)
             )
@@ -121,7 +121,7 @@ def run_generation(
             job, schedule = compile_schedule(job, stack)
             assert isinstance(schedule, PipelinedSchedule), "other schedules have no sides"
             batches = make_batch_source(job, sets, scorers)
-            methods = answer_methods(schedule, job, batches)
+            methods = answer_methods(schedule, job.step, batches)
             evaluations = stack.enter_context(
                 open_evaluations(job, batches, scorers, methods, workdir)
             )

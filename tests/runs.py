@@ -3,6 +3,7 @@ package."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -130,6 +131,26 @@ def printed(arguments: list[str], variables: dict[str, str], folder: Path, timeo
 def launch(cache: Path, workdir: Path, devices: int = 2, **changes: object) -> Process:
     arguments = [sys.executable, "-m", "jaxspec.train", *command(workdir, **changes)]
     return Process(arguments, environment(cache, devices), cache / f"{time.monotonic_ns()}.log")
+
+
+def launch_job(
+    cache: Path, workdir: Path, processes: int, devices: int = 1, **changes: object
+) -> list[Process]:
+    """A run of several processes of so many devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    arguments = [sys.executable, "-m", "jaxspec.train", *command(workdir, **changes)]
+    started = []
+    for number in range(processes):
+        place = {
+            "JAXSPEC_COORDINATOR": coordinator,
+            "JAXSPEC_PROCESSES": str(processes),
+            "JAXSPEC_PROCESS_ID": str(number),
+        }
+        log = cache / f"{time.monotonic_ns()}.log"
+        started.append(Process(arguments, environment(cache, devices) | place, log))
+    return started
 
 
 def lines(workdir: Path) -> list[dict]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.runs import assert_same, final_arrays, launch, lines, weights
+from tests.runs import Process, assert_same, final_arrays, launch, launch_job, lines, weights
 
 STEPS = 8
 APART: dict[str, object] = {
@@ -112,7 +112,67 @@ def test_kills_and_stops_change_nothing(
         process.signal(number)
         process.handle.wait()
     assert "resuming" in launch(cache, workdir, 2, **APART, schedule__lag=1).finish()
-    assert_same(final_arrays(workdir), final_arrays(lag_1))
+    assert_same_run(workdir, lag_1)
+
+
+def assert_same_run(workdir: Path, other: Path) -> None:
+    assert_same(final_arrays(workdir), final_arrays(other))
     assert [comparable(line) for line in lines(workdir)] == [
-        comparable(line) for line in lines(lag_1)
+        comparable(line) for line in lines(other)
     ]
+
+
+@pytest.mark.slow
+def test_a_process_for_each_side_gives_the_very_run_of_one_process(
+    cache: Path, lag_1: Path, tmp_path: Path
+) -> None:
+    learner, generator = launch_job(cache, tmp_path / "two", 2, **APART, schedule__lag=1)
+    assert f"rl {STEPS}/{STEPS}" in learner.finish()
+    generator.finish()
+    assert_same_run(tmp_path / "two", lag_1)
+    assert_accounts_close(tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "generators"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.sweep)]
+)
+def test_several_processes_a_side_change_only_rounding(
+    cache: Path, lag_1: Path, tmp_path: Path, processes: int, generators: int
+) -> None:
+    split = APART | {"generation__devices": generators, "schedule__lag": 1}
+    for process in launch_job(cache, tmp_path / "more", processes, **split):
+        process.finish()
+    assert_close(tmp_path / "more", lag_1)
+
+
+def end_job(processes: list[Process], member: int, number: int) -> list[int]:
+    """Sends a signal to one process. Returns the exit statuses of all, which must end soon."""
+    processes[member].signal(number)
+    start = time.monotonic()
+    statuses = [process.handle.wait(timeout=60) for process in processes]
+    if number == signal.SIGKILL:
+        assert time.monotonic() - start < 15, "the others must notice it"
+    return statuses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_the_end_of_either_side_ends_both_and_changes_nothing(
+    cache: Path, lag_1: Path, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    workdir = tmp_path / "killed"
+    signals = [signal.SIGKILL, signal.SIGTERM]
+    for member, number in ((1, signals[seed % 2]), (0, signals[1 - seed % 2]), (1, signal.SIGTERM)):
+        before = len(lines(workdir))
+        processes = launch_job(cache, workdir, 2, **APART, schedule__lag=1)
+        processes[0].wait_until(lambda before=before: len(lines(workdir)) >= min(before + 2, 6))
+        time.sleep(rng.random() * 0.3)
+        statuses = end_job(processes, member, number)
+        if number == signal.SIGTERM:
+            assert statuses == [128 + signal.SIGTERM] * 2
+            assert "stopped before batch" in processes[0].log.read_text()
+    for process in launch_job(cache, workdir, 2, **APART, schedule__lag=1):
+        process.finish()
+    assert_same_run(workdir, lag_1)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, get_args, get_origin
 
-from jaxspec.config.settings import Config, ResolvedConfig
+from jaxspec.config.settings import Config, GenerationConfig, ResolvedConfig, ScheduleConfig
 from jaxspec.drafts.kinds import SECTIONS
 from jaxspec.inputs.checked import field_types, require, settings_classes
 
@@ -75,6 +75,10 @@ def rename_settings(saved_settings: Mapping[str, Any]) -> dict[str, Any]:
         if "slice_rounds" in rollout:
             schedule["slice_rounds"] = rollout.pop("slice_rounds")
         settings["schedule"] = schedule
+    if isinstance(settings.get("schedule"), Mapping):
+        # Earlier versions had no pipelined schedule. The defaults of its settings have no effect.
+        settings["schedule"] = {"lag": ScheduleConfig().lag, **settings["schedule"]}
+        settings.setdefault("generation", asdict(GenerationConfig()))
     if isinstance(rollout.get("draft"), Mapping):
         rollout["draft"] = _rename_draft_settings(rollout["draft"])
     return settings

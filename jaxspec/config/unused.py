@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import fields
+from operator import attrgetter
 from typing import get_args
 
 from jaxspec.config.as_json import flatten_settings, includes_setting, to_json
@@ -44,10 +45,8 @@ def _all_rewards(c: Config) -> list[RewardConfig]:
     return [dataset.reward for dataset in c.sets_by_prefix.values()]
 
 
-def _is_on_policy(c: Config) -> bool:
-    return c.is_on_policy
-
-
+_is_on_policy = attrgetter("is_on_policy")
+_importance = attrgetter("resolved_loss.importance")
 _ON_POLICY = "one update a batch (batch.mini_batches 1, batch.epochs 1), whose ratios are 1,"
 _SIZES = "model.vocab model.layers model.embed model.heads model.kv_heads model.head_size model.ffn"
 _OBJECTIVE = (
@@ -170,16 +169,14 @@ GENERAL_RULES = (
     Unused(
         "loss.logprobs",
         "one update a batch, whose own pass has the old logprobs, and no loss.importance,",
-        lambda c: _is_on_policy(c) and c.resolved_loss.importance == "none",
+        lambda c: _is_on_policy(c) and _importance(c) == "none",
     ),
     Unused(
         "loss.importance_min loss.importance_max",
         "loss.importance {c.resolved_loss.importance}",
-        lambda c: c.resolved_loss.importance == "none",
+        lambda c: _importance(c) == "none",
     ),
-    Unused(
-        "loss.importance_min", "loss.importance tis", lambda c: c.resolved_loss.importance == "tis"
-    ),
+    Unused("loss.importance_min", "loss.importance tis", lambda c: _importance(c) == "tis"),
     Unused(
         "dynamic_sampling.surplus",
         "dynamic_sampling.max_batches 0",

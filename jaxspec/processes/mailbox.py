@@ -110,6 +110,6 @@ def _own_address() -> str:
 
     host, _, port = (global_state.coordinator_address or "").rpartition(":")
     # Connecting a datagram socket sends nothing, and chooses the network.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return probe.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.connect((host, int(port)))
+        return datagrams.getsockname()[0]

@@ -83,16 +83,16 @@ def _describe_meshes(step: Step) -> str:
     return f"{dict(learner.shape)} devices that learn and {dict(generator.shape)} that generate"
 
 
-def answer_methods(schedule: Schedule, job: Job, batches: BatchSource) -> AnswerMethods:
+def answer_methods(schedule: Schedule, step: Step, batches: BatchSource) -> AnswerMethods:
     """Returns the ways in which evaluations can answer prompts."""
     if isinstance(schedule, PipelinedSchedule):
         return schedule.answer_methods
-    state, _, _ = abstract_arguments(job.step, job.config.batch.prompts)
+    state, _, _ = abstract_arguments(step, batches.planner.prompts)
 
     def bind(state: TrainState) -> StepAnswerer:
         return StepAnswerer(schedule, batches.planner, state)
 
-    return AnswerMethods(bind, WeightSource(state, job.step.export))
+    return AnswerMethods(bind, WeightSource(state, step.export))
 
 
 def open_loop(

@@ -15,9 +15,9 @@ import orbax.checkpoint as ocp
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.processes import roles
 from jaxspec.processes.global_arrays import from_host_values, gather_over_processes
-from jaxspec.processes.process_0 import wait_for_all
 from jaxspec.state import PyTree
 from jaxspec.storage.orbax_errors import PATH_ERRORS, access_error_in, describe_error, silence_orbax
+from jaxspec.storage.orbax_manager import convert_for_saving, open_manager
 from jaxspec.storage.trees import array_layout, digest_arrays, leaves_by_name, require_same_layout
 from jaxspec.system.files import (
     DamagedFileError,
@@ -86,13 +86,9 @@ class Checkpoints:
             ),
             self._explain_open_errors(),
         ):
-            # Orbax does not create it if only some processes take part.
-            if roles.is_first_member() and not read_only:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            wait_for_all()
-            self._manager = ocp.CheckpointManager(
+            self._manager = open_manager(
                 self.folder,
-                item_handlers={
+                {
                     _ARRAYS_ITEM: ocp.PyTreeCheckpointHandler(),
                     _HOST_ITEM: ocp.JsonCheckpointHandler(_HOST_FILE),
                     _PROCESS_ITEM: ocp.JsonCheckpointHandler(
@@ -102,15 +98,8 @@ class Checkpoints:
                         ),
                     ),
                 },
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-                    # A killed save leaves a temporary folder. A reader must not remove it, since a
-                    # live run may be writing it.
-                    cleanup_tmp_directories=not read_only,
-                    read_only=read_only,
-                    create=False,
-                    multiprocessing_options=_member_options(),
-                ),
+                keep,
+                read_only,
             )
 
     def save(
@@ -132,15 +121,11 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         self._saving_step, digests = step, digest_arrays(leaves)
-        if roles.member_count() == 1 < jax.process_count():
-            # Orbax refuses arrays of a single process in a job of several, but takes host values.
-            leaves = jax.device_get(leaves)
+        leaves = convert_for_saving(leaves)
         extra_fields = {} if process_state is None else {"processes": roles.member_count()}
         items = {
             _ARRAYS_ITEM: ocp.args.PyTreeSave(leaves),
-            _HOST_ITEM: ocp.args.JsonSave(
-                _add_digest(host_state, arrays=digests, **extra_fields)
-            ),
+            _HOST_ITEM: ocp.args.JsonSave(_add_digest(host_state, arrays=digests, **extra_fields)),
         }
         if process_state is not None:
             owner = [step, jax.process_index()]
@@ -380,15 +365,6 @@ class Checkpoints:
                 f" {describe_error(error)}; earlier checkpoints are intact: free some space and run"
                 " the same command again"
             ) from error
-
-
-def _member_options() -> ocp.options.MultiprocessingOptions:
-    """Returns options for the processes that work together."""
-    if roles.member_count() == jax.process_count():
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(
-        active_processes={*roles.list_members()}, barrier_sync_key_prefix="learner"
-    )
 
 
 def _add_digest(saved: Mapping[str, Any], **fields: Any) -> dict[str, Any]:

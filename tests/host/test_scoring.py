@@ -103,7 +103,7 @@ def test_right_answers_pay_and_failed_rows_have_no_reward(job: Job, batches: Bat
     assert scored.metrics["reward/std"] == pytest.approx((7 / 15 * 8 / 15) ** 0.5)
     assert scored.metrics["reward/correct"] == pytest.approx(7 / 15)
     assert sum(shares(scored)) == pytest.approx(1)
-    assert bool(scored.scored.learn)
+    assert bool(batches.planner.plan(scored.scored).learn)
 
 
 def shares(scored: ScoringResult) -> list[float]:
@@ -232,7 +232,7 @@ def test_a_batch_of_cut_answers_alone_is_passed_over(job: Job) -> None:
     for status, learn in (([LENGTH] * len(responses), False), ([FAILED] * len(responses), True)):
         # where all failed, an update is skipped and counted
         scored = batches.scorer.score_training(0, answered(job, batches, responses, status))
-        assert bool(scored.scored.learn) == learn
+        assert bool(batches.planner.plan(scored.scored).learn) == learn
 
 
 def test_a_mini_batch_has_whole_groups(job: Job) -> None:
@@ -240,7 +240,7 @@ def test_a_mini_batch_has_whole_groups(job: Job) -> None:
     job = make_job(config, small_mesh(4, 2))
     batches = batches_of(job, load_sets(CONFIG, job.tokenizer))
     rollout = answered(job, batches, ["1"] * PROMPTS * GROUP, [EOS] * PROMPTS * GROUP)
-    plan = batches.scorer.score_training(0, rollout).scored.plan
+    plan = batches.planner.plan(batches.scorer.score_training(0, rollout).scored).plan
     order, micro = np.asarray(plan.row_order), np.asarray(plan.micro_batch)
     assert micro.shape == (4, PROMPTS * GROUP)
     for number in range(4):

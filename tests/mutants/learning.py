@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "-",
         "answers that were cut are read in spite of overlong.filter",
-        "host/scoring.py",
+        "run/batches.py",
         "np.where(valid & ~is_filtered, lengths - 1, 0)",
         "np.where(valid, lengths - 1, 0)",
         "host/test_scoring.py::test_long_answers_lose_reward_and_cut_ones_are_not_read",

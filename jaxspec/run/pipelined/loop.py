@@ -12,10 +12,10 @@ from jaxspec.run.batches import NoBatch
 from jaxspec.run.evaluations import count_evaluated
 from jaxspec.run.loop import Host
 from jaxspec.run.pipelined.account import Account
-from jaxspec.run.pipelined.apart import ProcessQueue
 from jaxspec.run.pipelined.generation import GenerationSide
 from jaxspec.run.pipelined.programs import PipelinedSchedule, Placement
 from jaxspec.run.pipelined.queue import BatchPlan, BatchQueue, ThreadQueue, TurnQueue
+from jaxspec.run.pipelined.remote import ProcessQueue
 from jaxspec.run.state import QueuedBatch, RunState
 from jaxspec.system.interrupt import Interrupt
 
