@@ -2,8 +2,8 @@
 
 import jax
 import pytest
-from jax.experimental import multihost_utils
 
+from jaxspec.processes import process_0
 from jaxspec.processes.process_0 import run_in_process_0_first
 
 
@@ -26,6 +26,6 @@ def test_process_0_works_before_the_others(
     done: list[str] = []
     monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda _: done.append("meet"))
+    monkeypatch.setattr(process_0, "wait_for_all", lambda: done.append("meet"))
     run_in_process_0_first(lambda: done.append("work"))
     assert done == events

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from jaxspec.links import SameMesh
 from jaxspec.run.pipelined import account as accounts
 from jaxspec.run.pipelined.account import Account
 from jaxspec.run.pipelined.generation import SentBatch
@@ -42,13 +41,13 @@ class Side:
 
 
 def numbers(sent: SentBatch) -> tuple[int, int, int]:
-    return sent.record.batch, sent.packed, sent.generated
+    return sent.record.batch, sent.rollout, sent.generated
 
 
 def queue_of(kind: type, side: Any, lag: int, first_batch: int = 0, version: int = 0) -> BatchQueue:
     plan = BatchPlan(lag, first_batch, version, STEPS)
-    links = () if kind is TurnQueue else (SameMesh(None), SameMesh(None))
-    return kind(side, plan, GenerationProgress(first_batch), *links)
+    sent = () if kind is TurnQueue else (lambda weights: weights, lambda batch: batch)
+    return kind(side, plan, GenerationProgress(first_batch), *sent)
 
 
 @pytest.mark.parametrize("kind", [TurnQueue, ThreadQueue])

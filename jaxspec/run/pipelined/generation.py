@@ -19,8 +19,9 @@ from jaxspec.state import PyTree, Rollout, RolloutWeights
 class SentBatch:
     """A batch on its way to the learner."""
 
-    packed: PyTree
-    """Scored rollout, packed for its link."""
+    rollout: PyTree
+    """Scored rollout: packed for its link on the way, and on the learner's mesh without a plan once
+    a queue gives it to the learner."""
     record: BatchRecord
     generated: int
     """Number of rollouts until it was complete."""
@@ -74,9 +75,9 @@ class GenerationSide:
         if is_evaluation_due(self._config, record):
             record.metrics |= self.evaluate(published, batch)
         with account.charge("send"):
-            packed = self._schedule.pack_batch(queued.rollout)
+            rollout = self._schedule.pack_batch(queued.rollout)
         record.metrics |= _name_seconds(account.take_seconds())
-        return SentBatch(packed, record, progress.generated)
+        return SentBatch(rollout, record, progress.generated)
 
     def _generate_rollout(
         self, number: int, weights: RolloutWeights

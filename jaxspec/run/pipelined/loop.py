@@ -16,7 +16,7 @@ from jaxspec.run.pipelined.generation import GenerationSide
 from jaxspec.run.pipelined.programs import PipelinedSchedule, Placement
 from jaxspec.run.pipelined.queue import BatchPlan, BatchQueue, ThreadQueue, TurnQueue
 from jaxspec.run.pipelined.remote import ProcessQueue
-from jaxspec.run.state import QueuedBatch, RunState
+from jaxspec.run.state import BatchRecord, QueuedBatch, RunState
 from jaxspec.system.interrupt import Interrupt
 
 
@@ -37,6 +37,7 @@ class PipelinedLoop:
             host,
         )
         self._account = Account()
+        self._unreported: BatchRecord | None = None
 
     def run_to_end(self, run: RunState) -> bool:
         """Continues a run until it ends or is stopped.
@@ -53,7 +54,10 @@ class PipelinedLoop:
             self._host.reporter.write_samples(run.next_batch, error.samples)
             raise
         finally:
-            queue.close(status)
+            try:
+                self._report_batch()
+            finally:
+                queue.close(status)
 
     def _open_queue(self, run: RunState, plan: BatchPlan) -> BatchQueue:
         """Opens the queue, whose generator begins to wait for weights."""
@@ -68,46 +72,35 @@ class PipelinedLoop:
         # collectives of several devices could then wait for each other.
         if schedule.placement == Placement.TURNS:
             return TurnQueue(side, plan, progress)
-        return ThreadQueue(side, plan, progress, schedule.weight_link, schedule.batch_link)
+        return ThreadQueue(side, plan, progress, schedule.weight_link.move, schedule.send_batch)
 
     def _learn_batches(self, run: RunState, queue: BatchQueue) -> bool:
-        config, saver = self._config, self._host.saver
+        config = self._config
         self._publish(run, queue)
         self._account.take_seconds()  # the start belongs to no batch
-        is_saved = True
+        first_version = run.learned
         while not run.has_ended(config.steps):
             if self._should_stop(queue):
-                self._drain(run, queue)
-                saver.save(run)
+                self._save_checkpoint(run, queue)
                 return False
-            if run.learned % config.save_every == 0 and not is_saved:
-                self._drain(run, queue)
-                saver.save(run)
+            if run.learned % config.save_every == 0 and run.learned > first_version:
+                self._save_checkpoint(run, queue)
             if not run.queue:
                 self._take_batch(run, queue)
             self._learn_batch(run, queue)
-            is_saved = False
             workdirs.mark_checkpoint_saved(self._host.workdir)
-        saver.save(run)
+        self._save_checkpoint(run, queue)
         return True
-
-    def _drain(self, run: RunState, queue: BatchQueue) -> None:
-        """Takes the batches that versions before this one make.
-
-        The next batch is then made by the present version, so that no older one need be saved.
-        """
-        while run.next_batch < min(run.learned + self._schedule.lag, self._config.steps):
-            self._take_batch(run, queue)
 
     def _take_batch(self, run: RunState, queue: BatchQueue) -> None:
         """Takes the next batch from the generator, and plans it."""
         with self._account.charge("exposed_generation"):
             sent = queue.take_batch()
-            scored = jax.block_until_ready(self._schedule.unpack_batch(sent.packed))
+            jax.block_until_ready(sent.rollout)
         with self._account.charge("plan"):
-            scored = self._host.batches.planner.plan(scored)
+            rollout = self._host.batches.planner.plan(sent.rollout)
         run.generation.generated = sent.generated
-        run.queue.append(QueuedBatch(scored, sent.record))
+        run.queue.append(QueuedBatch(rollout, sent.record))
 
     def _learn_batch(self, run: RunState, queue: BatchQueue) -> None:
         """Learns from the oldest batch, and publishes the new weights."""
@@ -116,24 +109,41 @@ class PipelinedLoop:
         with host.profiler.trace_call(run.learned):
             with self._account.charge("train"):
                 run.state, training_metrics = self._schedule.learn(run.state, batch.rollout)
-                run.learned += 1
-                metrics = metrics_to_host(training_metrics)
+            run.learned += 1
             self._publish(run, queue)
-        batch.record.metrics |= metrics
-        is_last = run.has_ended(self._config.steps)
-        if is_last:
+            # The devices are learning meanwhile.
+            self._report_batch()
+            with self._account.charge("train"):
+                metrics = metrics_to_host(training_metrics)
+        record = batch.record
+        record.metrics |= metrics | {"pipeline/queue_depth": queue_depth}
+        if run.has_ended(self._config.steps):
             with self._account.charge("evaluate"):
-                batch.record.metrics |= queue.evaluate_last()
-        batch.record.metrics |= _name_seconds(self._account.take_seconds())
-        batch.record.metrics["pipeline/queue_depth"] = queue_depth
-        host.reporter.report_batch(batch.record)
+                record.metrics |= queue.evaluate_last()
+        record.metrics |= _name_seconds(self._account.take_seconds())
+        self._unreported = record
+
+    def _report_batch(self) -> None:
+        """Reports the batch that was learned from last, unless that is done."""
+        record, self._unreported = self._unreported, None
+        if record is not None:
+            self._host.reporter.report_batch(record)
+
+    def _save_checkpoint(self, run: RunState, queue: BatchQueue) -> None:
+        """Starts to save a checkpoint.
+
+        It has the batches that versions before this one make. The next batch is then made by the
+        present version, so that no older one need be saved.
+        """
+        self._report_batch()
+        while run.next_batch < min(run.learned + self._schedule.lag, self._config.steps):
+            self._take_batch(run, queue)
+        self._host.saver.save(run)
 
     def _publish(self, run: RunState, queue: BatchQueue) -> None:
         """Gives the weights of the state to the generator."""
         with self._account.charge("swap"):
-            # This waits for the learner's own devices, and not for the generator's.
-            packed = jax.block_until_ready(self._schedule.pack_weights(run.state))
-            queue.publish(run.learned, packed)
+            queue.publish(run.learned, self._schedule.pack_weights(run.state))
 
     def _should_stop(self, queue: BatchQueue) -> bool:
         """Returns whether to stop. All processes of this side agree."""

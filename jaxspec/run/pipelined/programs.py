@@ -101,6 +101,10 @@ class PipelinedSchedule:
         """Unpacks a scored rollout on the learner's mesh. It has no plan."""
         return self.programs["receive"](packed) if "receive" in self.programs else packed
 
+    def send_batch(self, packed: PyTree) -> ScoredRollout:
+        """Moves a packed rollout to the learner's mesh in this process, and unpacks it."""
+        return self.unpack_batch(self.batch_link.move(packed))
+
 
 def compile_pipelined_schedule(
     step: Step, prompt_count: int, lag: int, slice_rounds: int

@@ -3,9 +3,9 @@
 import collections
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from jaxspec.links import Link
 from jaxspec.run.pipelined.account import Account
 from jaxspec.run.pipelined.generation import SentBatch
 from jaxspec.run.state import GenerationProgress
@@ -68,7 +68,7 @@ class BatchQueue(Protocol):
         ...
 
     def take_batch(self) -> SentBatch:
-        """Returns the next batch, packed on the learner's mesh. Waits for it."""
+        """Returns the next batch, on the learner's mesh. Waits for it."""
         ...
 
     def evaluate_last(self) -> dict[str, float]:
@@ -126,8 +126,8 @@ class ThreadQueue:
       side: the generator.
       plan: order of the batches.
       progress: progress of generation.
-      weight_link: link of the weights.
-      batch_link: link of the batches.
+      send_weights: moves packed weights to the generator's mesh.
+      send_batch: moves a packed rollout to the learner's mesh, and unpacks it.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class ThreadQueue:
         side: BatchProducer,
         plan: BatchPlan,
         progress: GenerationProgress,
-        weight_link: Link,
-        batch_link: Link,
+        send_weights: Callable[[PyTree], PyTree],
+        send_batch: Callable[[PyTree], PyTree],
     ) -> None:
         self._side, self._plan, self._progress = side, plan, progress
-        self._weight_link, self._batch_link = weight_link, batch_link
+        self._send_weights, self._send_batch = send_weights, send_batch
         self._changed = threading.Condition()
         self._published: dict[int, PyTree] = {}
         self._batches: collections.deque[SentBatch] = collections.deque()
@@ -153,7 +153,7 @@ class ThreadQueue:
 
     def publish(self, version: int, packed: PyTree) -> None:
         """Gives packed weights to the generator."""
-        published = self._weight_link.move(packed)
+        published = self._send_weights(packed)
         with self._changed:
             self._published[version] = published
             self._changed.notify_all()
@@ -193,7 +193,7 @@ class ThreadQueue:
                 sent = self._side.make_batch(batch, published, self._progress)
                 if sent is None:
                     return
-                sent = dataclasses.replace(sent, packed=self._batch_link.move(sent.packed))
+                sent = dataclasses.replace(sent, rollout=self._send_batch(sent.rollout))
                 with self._changed:
                     self._batches.append(sent)
                     self._changed.notify_all()

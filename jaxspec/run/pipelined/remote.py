@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import queue
 import threading
+
+import jax
 
 from jaxspec.links import MeshLink
 from jaxspec.processes import mailbox, roles
@@ -35,9 +38,8 @@ class ProcessQueue:
     def __init__(
         self, schedule: PipelinedSchedule, plan: BatchPlan, generated: int, evaluated: int
     ) -> None:
-        weights, batches = _open_couriers(schedule)
-        self._weights, self._batches, self._lag = weights, batches, schedule.lag
-        self._next_batch = plan.first_batch
+        self._weights, self._batches = _open_couriers(schedule)
+        self._schedule, self._lag = schedule, schedule.lag
         start = {
             "first_batch": plan.first_batch,
             "first_version": plan.first_version,
@@ -46,20 +48,49 @@ class ProcessQueue:
         }
         if roles.is_first_member():
             mailbox.post_message(_START, json.dumps(start).encode())
+        # Threads hide the transport behind the learner's work. Programs that they start have no
+        # collectives, whose order among processes must be fixed.
+        self._offers: queue.SimpleQueue[tuple[int, PyTree] | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[SentBatch | BaseException] = queue.SimpleQueue()
+        batches = range(plan.first_batch, plan.steps)
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name="transport", daemon=True)
+            for work in (self._offer_weights, lambda: self._receive_batches(batches))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def publish(self, version: int, packed: PyTree) -> None:
         """Offers weights to the generator."""
-        self._weights.offer(version, packed)
-        # The batch that was taken last was made by this version or a later one.
-        self._weights.forget(self._next_batch - self._lag - 2)
+        self._offers.put((version, packed))
 
     def take_batch(self) -> SentBatch:
         """Returns the next batch. Waits for it."""
-        received = self._batches.receive(self._next_batch, lambda: False)
-        assert received is not None, "nothing closes it"
-        packed, message = received
-        self._next_batch += 1
-        return SentBatch(packed, BatchRecord(**message["record"]), message["generated"])
+        received = self._received.get()
+        if isinstance(received, BaseException):
+            raise received
+        return received
+
+    def _offer_weights(self) -> None:
+        while (offer := self._offers.get()) is not None:
+            version, packed = offer
+            self._weights.offer(version, packed)
+            # All processes have read the messages of versions whose batches are learned from.
+            self._weights.forget(version - self._lag - 2)
+
+    def _receive_batches(self, numbers: range) -> None:
+        try:
+            for number in numbers:
+                received = self._batches.receive(number, self._closed.is_set)
+                if received is None:
+                    return
+                packed, message = received
+                rollout = jax.block_until_ready(self._schedule.unpack_batch(packed))
+                record = BatchRecord(**message["record"])
+                self._received.put(SentBatch(rollout, record, message["generated"]))
+        except Exception as error:  # noqa: BLE001  # the main thread raises it
+            self._received.put(error)
 
     def evaluate_last(self) -> dict[str, float]:
         """Waits for the evaluation of the weights after the last update."""
@@ -75,6 +106,11 @@ class ProcessQueue:
 
     def close(self, status: int) -> None:
         """Tells the generator to end, with an exit status."""
+        self._closed.set()
+        self._offers.put(None)
+        # A thread that is inside JAX while Python ends would abort the process.
+        for thread in self._threads:
+            thread.join()
         if roles.is_first_member():
             mailbox.post_message(_CLOSED, str(status).encode())
 
@@ -117,7 +153,7 @@ def run_generator(
         if sent is None:
             return closing.status
         message = {"record": dataclasses.asdict(sent.record), "generated": sent.generated}
-        batches.offer(batch, sent.packed, message)
+        batches.offer(batch, sent.rollout, message)
         # The learner has taken what was offered before the version that it has just published.
         batches.forget(batch - schedule.lag - 2)
     return closing.wait()
