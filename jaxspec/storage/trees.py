@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.processes import roles
 from jaxspec.state import PyTree
 
 _MAX_DIFFERENCES = 5
@@ -97,7 +98,7 @@ def digest_arrays(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
     probability of 2^-32. Arrays are not gathered.
     """
     # NumPy needs no compilation.
-    is_local = jax.process_count() == 1 and all(
+    is_local = roles.member_count() == 1 and all(
         device.platform == "cpu" for leaf in leaves.values() for device in leaf.devices()
     )
     if is_local:
