@@ -40,6 +40,8 @@ Ours: 16 answers a prompt, 500 batches, 10 updates of warm-up, temperature 1, th
 of the group, which answers count as right (the last box, or the last `Answer:` line), and all of
 offline: 8,192 answers, 256 updates of 256, 3e-4. The draft's vocabulary of 32,000 is that of
 published heads (SpecForge); over all 151,936 tokens its head would be a quarter of a plain step.
+qwen3_8b_async is its asynchronous run: lag 1, 4 nodes of GB200 that learn and 12 that generate
+(docs/asynchronous.md). 96 prompts are ours, since 48 GPUs generate whole groups.
 At the two larger scales all is a stand-in but the models and K=3; the draft has the width of
 published heads, too. No scale of 8B or more has been run as it is here.
 """
@@ -62,15 +64,25 @@ from jaxspec.config.settings import (
     DraftConfig,
     DraftTrainingConfig,
     EvalConfig,
+    GenerationConfig,
     ModelConfig,
     OfflineConfig,
     OptimizerConfig,
     RolloutConfig,
+    ScheduleConfig,
     SftConfig,
 )
 from jaxspec.drafts.eagle3.settings import Eagle3Config
 
-SCALES = ("tiny", "smollm2_135m", "qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b")
+SCALES = (
+    "tiny",
+    "smollm2_135m",
+    "qwen3_0.6b",
+    "qwen3_8b",
+    "qwen3_8b_async",
+    "qwen3_30b_a3b",
+    "qwen3_235b_a22b",
+)
 TINY_OPTIMIZER = OptimizerConfig(learning_rate=2e-4, adam=AdamConfig(betas=(0.9, 0.95)))
 """For a model of half a million weights and 80 updates, which a mean over 1,000 updates of squared
 gradients would outlast."""
@@ -126,6 +138,16 @@ def get_config(scale: str = "tiny") -> Config:
         case "qwen3_8b":
             return _as_published(
                 QWEN3_8B, DraftConfig(eagle3=Eagle3Config(vocab=32_000)), prompts=64
+            )
+        case "qwen3_8b_async":
+            config = _as_published(
+                QWEN3_8B, DraftConfig(eagle3=Eagle3Config(vocab=32_000)), prompts=96
+            )
+            # 4 nodes learn, and 12 generate
+            return replace(
+                config,
+                schedule=ScheduleConfig(kind="pipelined", lag=1),
+                generation=GenerationConfig(devices=48),
             )
         case "qwen3_30b_a3b":
             draft = DraftConfig(eagle3=Eagle3Config(ffn=12_288, vocab=32_000))

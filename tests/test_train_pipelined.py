@@ -97,6 +97,24 @@ def test_splits_of_the_devices_change_only_rounding(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch__mini_batches": 2, "batch__epochs": 2, "kl__beta": 0.01},
+        {"dynamic_sampling__max_batches": 3, "eval__temperature": 0.5, "lora__rank": 2},
+    ],
+)
+def test_other_settings_work_with_a_lag(
+    cache: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    for name, placement, devices in (("apart", APART, 2), ("turns", IN_TURN, 1)):
+        settings = placement | {"schedule__lag": 2, "steps": 4} | changes
+        launch(cache, tmp_path / name, devices, **settings).finish()
+    assert_same_run(tmp_path / "apart", tmp_path / "turns")
+    assert [line["learner/lag"] for line in lines(tmp_path / "apart")] == [0, 1, 2, 2]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_kills_and_stops_change_nothing(
     cache: Path, lag_1: Path, tmp_path: Path, seed: int
