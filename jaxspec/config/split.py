@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxspec.config.check import MeshShape, check_config
-from jaxspec.config.settings import MeshConfig, OfflineConfig, ResolvedConfig, SftConfig
+from jaxspec.config.settings import MeshConfig, ResolvedConfig
 from jaxspec.inputs.checked import require, translate_settings
 
 _GENERATION_NAMES = {f"mesh.{axis}": f"generation.{axis}" for axis in ("data", "expert", "tensor")}
@@ -51,9 +51,12 @@ def check_meshes(config: ResolvedConfig, devices: int, processes: int = 1) -> Me
     mesh = MeshConfig(
         data=generation.data, expert=generation.expert, tensor=generation.tensor, shard_above=0
     )
-    # Nothing but generation runs there, so the rows of other batches need not divide.
+    # Only generation runs there, so the rows of other batches need not divide.
     generation_config = replace(
-        config, mesh=mesh, sft=SftConfig(steps=0), offline=OfflineConfig(steps=0)
+        config,
+        mesh=mesh,
+        sft=replace(config.sft, rows=config.batch.prompts),
+        offline=replace(config.offline, rows=config.batch.prompts),
     )
     with translate_settings(_GENERATION_NAMES):
         generator = check_config(generation_config, count, generating_processes)

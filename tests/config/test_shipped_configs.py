@@ -14,6 +14,7 @@ import pytest
 from jaxspec.config.check import check_config
 from jaxspec.config.cli import read_config
 from jaxspec.config.settings import ResolvedConfig
+from jaxspec.config.split import check_meshes
 from tests.config.command_line import CONFIGS, NAMES, load
 
 
@@ -44,6 +45,7 @@ LARGER = ("qwen3_30b_a3b", "qwen3_235b_a22b")
 def test_config_files(name: str) -> None:
     scales = runpy.run_path(str(CONFIGS / name))["SCALES"]
     larger = LARGER if name in ("rl_think.py", "rl_zero.py") else ()
+    larger = ("qwen3_8b_async", *larger) if name == "rl_think.py" else larger
     small = SMALL if name == "rl_think.py" else ()
     assert scales == (*SCALES[:1], *small, *SCALES[1:], *larger)
     for scale in scales:
@@ -52,6 +54,14 @@ def test_config_files(name: str) -> None:
         if scale != "tiny":
             config = replace(config, data=replace(config.data, path="train.jsonl"))
         check_config(ResolvedConfig.from_config(config), devices=1)
+
+
+def test_the_asynchronous_scale_fits_four_nodes_that_learn_and_twelve_that_generate() -> None:
+    config, _ = read_config(CONFIGS / "rl_think.py", "qwen3_8b_async")
+    config = replace(config, data=replace(config.data, path="train.jsonl"))
+    shapes = check_meshes(ResolvedConfig.from_config(config), devices=64, processes=16)
+    assert (shapes.learner, shapes.generator) == ((16, 1, 1), (48, 1, 1))
+    assert ResolvedConfig.from_config(config).resolved_loss.importance == "tis"
 
 
 @pytest.mark.parametrize("name", NAMES)
