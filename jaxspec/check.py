@@ -32,20 +32,23 @@ from jaxspec.compiled.compiler import (
     use_mesh_devices,
 )
 from jaxspec.compiled.hardware import LOCAL_DEVICES
-from jaxspec.config.check import check_config
 from jaxspec.config.cli import load_config
 from jaxspec.config.from_checkpoint import check_folders, resolve_from_local_files
 from jaxspec.config.settings import Config, ResolvedConfig
+from jaxspec.config.split import check_meshes
 from jaxspec.data.problems import load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
 from jaxspec.drafts.kinds import get_kind
 from jaxspec.host import memory
 from jaxspec.host.check_report import (
     CheckResult,
+    SidesResult,
     StepTarget,
     format_gib,
     print_report,
+    print_sides,
     result_to_json,
+    sides_to_json,
 )
 from jaxspec.host.fit import DoesNotFit, FittedStep, fit_step
 from jaxspec.host.job import configure_jax, make_job, run_without_saving
@@ -55,6 +58,7 @@ from jaxspec.models.attention import BLOCK
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import AdaptedDecoder
 from jaxspec.processes.devices import count_devices
+from jaxspec.run.pipelined.programs import SidePrograms, compile_side_programs
 from jaxspec.run.schedules import StepSchedule, compile_fused_schedule
 from jaxspec.step import Step
 from jaxspec.system.progress import Heartbeat, Screen
@@ -89,10 +93,16 @@ def main(argv: Sequence[str]) -> int:
     require(options.devices >= 0, f"--devices {options.devices}: give the number of the whole job")
     with disable_cache():
         result = check_run(config, options)
-    if options.json:
-        print(json.dumps(result_to_json(name, result)))
+    if isinstance(result, SidesResult):
+        report = sides_to_json(name, result) if options.json else None
+        if report is None:
+            print_sides(name, result, Screen())
     else:
-        print_report(name, result, Screen())
+        report = result_to_json(name, result) if options.json else None
+        if report is None:
+            print_report(name, result, Screen())
+    if report is not None:
+        print(json.dumps(report))
     return 1 if result.reason else 0
 
 
@@ -121,24 +131,24 @@ def disable_cache() -> Iterator[None]:
         reset_cache()
 
 
-def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
+def check_run(config: Config, options: argparse.Namespace) -> CheckResult | SidesResult:
     """Checks a config: settings, data, rewards, then the compiled step."""
     # Cheap checks come first, so that a typo is found before minutes of compilation.
     with capture_stderr() as log, Heartbeat(log.print_line) as heartbeat:
         heartbeat.start_activity("reading the config, and the folders that it names")
         resolved, unchecked = resolve_from_local_files(config)
-        require(
-            resolved.schedule.kind != "pipelined",
-            "schedule.kind is pipelined, and check compiles one program for all devices only; check"
-            " it as fused, on the devices of each side",
-        )
         target = make_target(resolved, options.hardware, options.devices)
         device_count = len(target.devices)
         # Beyond one machine there are several processes. These may leave no device idle.
         processes = 1 if target.card is None or device_count <= target.card.node else device_count
-        mesh = meshes.make_mesh(*check_config(resolved, device_count, processes), target.devices)
-        used_target = target._replace(devices=[*mesh.devices.flat])
-        job = make_job(resolved, mesh)
+        shapes = check_meshes(resolved, device_count, processes)
+        mesh = generator_mesh = meshes.make_mesh(*shapes.learner, target.devices)
+        if shapes.generator_devices:
+            devices = target.devices[-shapes.generator_devices :]
+            generator_mesh = meshes.make_mesh(*shapes.generator, devices)
+        used_devices = dict.fromkeys([*mesh.devices.flat, *generator_mesh.devices.flat])
+        used_target = target._replace(devices=[*used_devices])
+        job = make_job(resolved, mesh, generator_mesh)
         check_folders(resolved, jax.eval_shape(job.step.init_policy), job.tokenizer.size)
         # The rewards cannot be tried on data that is missing here.
         unread_data = {item for item in unchecked if item.startswith("data.")}
@@ -155,7 +165,8 @@ def check_run(config: Config, options: argparse.Namespace) -> CheckResult:
                 log.print_line(
                     f"using {len(used_target.devices)} of {len(target.devices)} devices: {reason}"
                 )
-            return compile_step(job.config, job.step, used_target, unchecked, log, heartbeat)
+            compile_result = compile_step if job.step.shares_devices else compile_sides
+            return compile_result(job.config, job.step, used_target, unchecked, log, heartbeat)
 
 
 # ---- compiling
@@ -237,6 +248,62 @@ def compile_step(
     analysis = findings.analyze_step(fit.compiled.programs["step"].as_text(), expected, target.card)
     warnings = [*log.resharding_messages, *analysis.warnings]
     return CheckResult(config, target, unchecked, fit, reason, analysis, warnings, seconds)
+
+
+def compile_sides(
+    config: ResolvedConfig,
+    step: Step,
+    target: StepTarget,
+    unchecked: list[str],
+    log: StderrCapture,
+    heartbeat: Heartbeat,
+) -> SidesResult:
+    """Compiles a program for each side of a pipelined run, and analyzes both."""
+    prompts, sides = config.batch.prompts, (step.learner.mesh, step.generator.mesh)
+    seconds: list[float] = []
+
+    def compile_runner(step: Step) -> SidePrograms:
+        log.print_line(
+            f"compiling learning for {sides[0].size} and generation for {sides[1].size} x"
+            f" {target.label}; this takes minutes"
+        )
+        heartbeat.start_activity("tracing both sides")
+        start_time = time.perf_counter()
+        programs = compile_side_programs(step, prompts, heartbeat.print_line)
+        seconds.append(time.perf_counter() - start_time)
+        log.print_line(f"compiled in {seconds[-1]:.0f} s")
+        return programs
+
+    reason = ""
+    limit = sys.maxsize if target.virtual else target.memory_limit
+    try:
+        fit = fit_step(step, prompts, compile_runner, automatic_sizes(config, sides[1]), limit)
+    except DoesNotFit as error:
+        fit, reason = error.smallest, str(error)
+    uses = memory.list_side_uses(fit.step, prompts, fit.compiled.programs)
+    results = []
+    for mesh, side_uses, program in zip(sides, uses, fit.compiled.programs.values(), strict=True):
+        # Facts to compare with are those of a step on this side's devices alone.
+        side_step = dataclasses.replace(
+            fit.step,
+            learner=dataclasses.replace(fit.step.learner, mesh=mesh),
+            generator=dataclasses.replace(fit.step.generator, mesh=mesh),
+        )
+        side_fit = FittedStep(side_step, fit.compiled, side_uses, target.memory_limit)
+        overflow = _overflow_reason(side_fit) if target.virtual and not reason else reason
+        expected = program_expectations(side_fit, config)
+        if target.virtual:
+            expected = expected._replace(layer_cache_bytes=0, is_paged=False)
+        analysis = findings.analyze_step(program.as_text(), expected, target.card)
+        side_target = target._replace(devices=[*mesh.devices.flat])
+        warnings = [*(log.resharding_messages if not results else ()), *analysis.warnings]
+        results.append(
+            CheckResult(
+                config, side_target, unchecked, side_fit, overflow, analysis, warnings, seconds
+            )
+        )
+    learner, generator = results
+    return SidesResult(learner, generator, fit.compiled.weight_bytes, fit.compiled.batch_bytes)
 
 
 def _overflow_reason(fit: FittedStep) -> str:

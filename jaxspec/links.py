@@ -31,7 +31,7 @@ class Copy:
     """A copy of one piece from a source device to a target device."""
 
     array: int
-    """Number of the array in its tree."""
+    """Number of the array among those of its tree that have elements."""
     source_device: Any
     source_slot: int
     """Number of the piece among those of its source shard."""
@@ -45,7 +45,7 @@ class ArrayPlan:
     """Plan of one array: how it is cut, and which copies move it."""
 
     number: int
-    """Number of the array in its tree."""
+    """Number of the array among those of its tree that have elements."""
     shape: tuple[int, ...]
     dtype: Any
     source: NamedSharding
@@ -66,7 +66,7 @@ class ArrayPlan:
         """Shape of a piece."""
         return tuple(size // count for size, count in zip(self.shape, self.grid, strict=True))
 
-    def cells(self, sharding: NamedSharding) -> dict[Any, list[_Cell]]:
+    def list_cells(self, sharding: NamedSharding) -> dict[Any, list[_Cell]]:
         """Returns the cells of the pieces in each device's shard, in order."""
         shard_grid = [
             count // shards
@@ -85,11 +85,11 @@ class ArrayPlan:
     def copies(self) -> list[Copy]:
         """Copies that move the array. Each target device gets every piece of its shard once."""
         senders: dict[_Cell, list[tuple[Any, int]]] = {}
-        for device, cells in self.cells(self.source).items():
+        for device, cells in self.list_cells(self.source).items():
             for slot, cell in enumerate(cells):
                 senders.setdefault(cell, []).append((device, slot))
         copies = []
-        for device, cells in self.cells(self.target).items():
+        for device, cells in self.list_cells(self.target).items():
             for slot, cell in enumerate(cells):
                 # Replicas of a piece take turns, so that no device sends all of them.
                 replicas = senders[cell]
@@ -234,7 +234,7 @@ class MeshLink:
         ]
         return [shards[copy.array][copy.source_slot][copy.source_device] for copy in copies]
 
-    def piece_layout(self, copy: Copy) -> jax.ShapeDtypeStruct:
+    def describe_piece(self, copy: Copy) -> jax.ShapeDtypeStruct:
         """Returns shape and dtype of a copy's piece on its device."""
         plan = self.plans[copy.array]
         return jax.ShapeDtypeStruct((1, *plan.piece_shape), plan.dtype)
@@ -261,13 +261,13 @@ class MeshLink:
 def _describe_pieces(plan: ArrayPlan, sharding: NamedSharding) -> list[jax.ShapeDtypeStruct]:
     """Describes the arrays that hold the pieces of an array, one for each slot of a shard."""
     mesh = sharding.mesh
-    slots = len(next(iter(plan.cells(sharding).values())))
+    slots = len(next(iter(plan.list_cells(sharding).values())))
     by_device = NamedSharding(mesh, P(mesh.axis_names))
     shape = (mesh.size, *plan.piece_shape)
     return [jax.ShapeDtypeStruct(shape, plan.dtype, sharding=by_device)] * slots
 
 
-def _local_grid(plan: ArrayPlan, sharding: NamedSharding) -> list[int]:
+def _compute_local_grid(plan: ArrayPlan, sharding: NamedSharding) -> list[int]:
     """Returns the number of pieces of a shard along each dimension."""
     counts = zip(plan.grid, _shard_counts(plan, sharding), strict=True)
     return [count // shards for count, shards in counts]
@@ -275,7 +275,7 @@ def _local_grid(plan: ArrayPlan, sharding: NamedSharding) -> list[int]:
 
 def _slice_pieces(plan: ArrayPlan, array: jax.Array) -> list[jax.Array]:
     """Slices every shard of an array into its pieces."""
-    local_grid = _local_grid(plan, plan.source)
+    local_grid = _compute_local_grid(plan, plan.source)
 
     def slice_shard(shard: jax.Array) -> list[jax.Array]:
         pieces = []
@@ -291,7 +291,7 @@ def _slice_pieces(plan: ArrayPlan, array: jax.Array) -> list[jax.Array]:
 
 def _join_pieces(plan: ArrayPlan, pieces: Sequence[jax.Array]) -> jax.Array:
     """Joins the pieces of every shard of an array."""
-    local_grid = _local_grid(plan, plan.target)
+    local_grid = _compute_local_grid(plan, plan.target)
 
     def join_shard(pieces: Sequence[jax.Array]) -> jax.Array:
         blocks = [piece[0] for piece in pieces]

@@ -33,9 +33,15 @@ from jaxspec.run.evaluations import Evaluations, open_evaluations
 from jaxspec.run.loop import Host
 from jaxspec.run.pipelined.generation import GenerationSide
 from jaxspec.run.pipelined.programs import PipelinedSchedule
-from jaxspec.run.pipelined.remote import run_generator
+from jaxspec.run.pipelined.remote import post_status, run_generator
 from jaxspec.run.reporting import BatchReporter
-from jaxspec.run.start import adapt_run, empty_history, read_offline_text, start_run
+from jaxspec.run.start import (
+    adapt_filling,
+    adapt_run,
+    empty_history,
+    read_offline_text,
+    start_run,
+)
 from jaxspec.run.state import CheckpointSaver, RunState, restore_run
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
@@ -56,7 +62,9 @@ def main(job: Job, interrupt: Interrupt) -> int:
             " set it above 0 to train"
         )
     with workdirs.lock_workdir(job.config, job.say) as workdir:
-        return run_training(workdirs.restore_sizes(job, workdir), interrupt, workdir)
+        status = run_training(workdirs.restore_sizes(job, workdir), interrupt, workdir)
+        post_status(job.mesh, status)
+        return status
 
 
 def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
@@ -103,6 +111,7 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 for batch in run.queue:
                     batch.rollout = batches.planner.plan(batch.rollout)
                 adapt_run(job.step, run, batches.prompts, schedule.restart_timing, job.say)
+            adapt_filling(run, batches, config.schedule.kind == "pipelined")
             job.say(f"batch {run.next_batch} of {config.steps} is next")
             # Last, so that a start that fails leaves no record.
             starts.record_start(job.config, workdir, start_record)

@@ -70,6 +70,7 @@ def lag_1(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_without_a_lag_it_is_the_fused_run(cache: Path, tmp_path: Path) -> None:
     launch(cache, tmp_path / "fused", 1).finish()
     launch(cache, tmp_path / "apart", 2, **APART, schedule__lag=0).finish()
@@ -144,16 +145,17 @@ def assert_same_run(workdir: Path, other: Path) -> None:
 def test_a_process_for_each_side_gives_the_very_run_of_one_process(
     cache: Path, lag_1: Path, tmp_path: Path
 ) -> None:
-    learner, generator = launch_job(cache, tmp_path / "two", 2, **APART, schedule__lag=1)
-    assert f"rl {STEPS}/{STEPS}" in learner.finish()
-    generator.finish()
-    assert_same_run(tmp_path / "two", lag_1)
-    assert_accounts_close(tmp_path / "two")
+    for said in (f"rl {STEPS}/{STEPS}", f"has all {STEPS} batches already"):
+        learner, generator = launch_job(cache, tmp_path / "two", 2, **APART, schedule__lag=1)
+        assert said in learner.finish()
+        generator.finish()
+        assert_same_run(tmp_path / "two", lag_1)
+        assert_accounts_close(tmp_path / "two")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "generators"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.sweep)]
+    ("processes", "generators"),
+    [pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.sweep)],
 )
 def test_several_processes_a_side_change_only_rounding(
     cache: Path, lag_1: Path, tmp_path: Path, processes: int, generators: int
@@ -164,9 +166,10 @@ def test_several_processes_a_side_change_only_rounding(
     assert_close(tmp_path / "more", lag_1)
 
 
-def end_job(processes: list[Process], member: int, number: int) -> list[int]:
-    """Sends a signal to one process. Returns the exit statuses of all, which must end soon."""
-    processes[member].signal(number)
+def end_job(processes: list[Process], members: tuple[int, ...], number: int) -> list[int]:
+    """Sends a signal to some processes. Returns the exit statuses of all, which must end soon."""
+    for member in members:
+        processes[member].signal(number)
     start = time.monotonic()
     statuses = [process.handle.wait(timeout=60) for process in processes]
     if number == signal.SIGKILL:
@@ -175,22 +178,48 @@ def end_job(processes: list[Process], member: int, number: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("processes", "ends"),
+    [
+        (2, [((1,), signal.SIGKILL), ((0,), signal.SIGTERM), ((1,), signal.SIGTERM)]),
+        # Of two learners and two generators, as a scheduler ends them.
+        (4, [((0, 1, 2, 3), signal.SIGTERM), ((2,), signal.SIGKILL)]),
+        pytest.param(2, [((0,), signal.SIGKILL)] * 3, marks=pytest.mark.sweep),
+    ],
+)
 def test_the_end_of_either_side_ends_both_and_changes_nothing(
-    cache: Path, lag_1: Path, tmp_path: Path, seed: int
+    cache: Path, lag_1: Path, tmp_path: Path, processes: int, ends: list
 ) -> None:
-    rng = random.Random(seed)
-    workdir = tmp_path / "killed"
-    signals = [signal.SIGKILL, signal.SIGTERM]
-    for member, number in ((1, signals[seed % 2]), (0, signals[1 - seed % 2]), (1, signal.SIGTERM)):
+    rng, workdir = random.Random(processes), tmp_path / "killed"
+    settings = APART | {"generation__devices": processes // 2, "schedule__lag": 1}
+    for members, number in ends:
         before = len(lines(workdir))
-        processes = launch_job(cache, workdir, 2, **APART, schedule__lag=1)
-        processes[0].wait_until(lambda before=before: len(lines(workdir)) >= min(before + 2, 6))
+        job = launch_job(cache, workdir, processes, **settings)
+        job[0].wait_until(lambda before=before: len(lines(workdir)) >= min(before + 2, 6))
         time.sleep(rng.random() * 0.3)
-        statuses = end_job(processes, member, number)
+        statuses = end_job(job, members, number)
         if number == signal.SIGTERM:
-            assert statuses == [128 + signal.SIGTERM] * 2
-            assert "stopped before batch" in processes[0].log.read_text()
-    for process in launch_job(cache, workdir, 2, **APART, schedule__lag=1):
+            assert statuses == [128 + signal.SIGTERM] * processes
+            assert "stopped before batch" in job[0].log.read_text()
+    for process in launch_job(cache, workdir, processes, **settings):
         process.finish()
-    assert_same_run(workdir, lag_1)
+    if processes == 2:
+        assert_same_run(workdir, lag_1)
+    else:
+        assert_close(workdir, lag_1)
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_and_other_evaluations_work_in_processes(
+    cache: Path, tmp_path: Path
+) -> None:
+    settings = APART | {
+        "schedule__lag": 1,
+        "steps": 4,
+        "dynamic_sampling__max_batches": 3,
+        "eval__temperature": 0.5,
+    }
+    for process in launch_job(cache, tmp_path / "two", 2, **settings):
+        process.finish()
+    launch(cache, tmp_path / "one", 2, **settings).finish()
+    assert_same_run(tmp_path / "two", tmp_path / "one")

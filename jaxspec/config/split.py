@@ -39,15 +39,27 @@ def check_meshes(config: ResolvedConfig, devices: int, processes: int = 1) -> Me
         f" at most {devices - 1}, or 0 to take turns on all devices",
     )
     # A process runs the programs of one side.
-    each = devices // processes
+    devices_per_process = devices // processes
     require(
-        processes == 1 or count % each == 0,
-        f"generation.devices {count} with {processes} processes of {each} devices each: a process"
-        f" would have devices of both sides; give a multiple of {each}",
+        processes == 1 or count % devices_per_process == 0,
+        f"generation.devices {count} with {processes} processes of {devices_per_process} devices"
+        f" each: a process"
+        f" would have devices of both sides; give a multiple of {devices_per_process}",
     )
-    generating_processes = count // each if processes > 1 else 1
+    generating_processes = count // devices_per_process if processes > 1 else 1
     learner = check_config(config, devices - count, max(1, processes - generating_processes))
+    return MeshShapes(learner, check_generator(config, count, generating_processes), count)
+
+
+def check_generator(config: ResolvedConfig, devices: int, processes: int = 1) -> MeshShape:
+    """Checks settings against the devices that generate, and resolves their mesh.
+
+    Raises:
+      ConfigError: Numbers do not fit together. The message names them, and some that do.
+    """
     generation = config.generation
+    if not generation.devices:
+        return check_config(config, devices, processes)
     mesh = MeshConfig(
         data=generation.data, expert=generation.expert, tensor=generation.tensor, shard_above=0
     )
@@ -59,8 +71,7 @@ def check_meshes(config: ResolvedConfig, devices: int, processes: int = 1) -> Me
         offline=replace(config.offline, rows=config.batch.prompts),
     )
     with translate_settings(_GENERATION_NAMES):
-        generator = check_config(generation_config, count, generating_processes)
-    return MeshShapes(learner, generator, count)
+        return check_config(generation_config, devices, processes)
 
 
 def _check_pipelined(config: ResolvedConfig, processes: int) -> None:

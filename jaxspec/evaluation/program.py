@@ -7,12 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxspec import mesh as meshes
 from jaxspec.build import automatic_sizes, build_step
-from jaxspec.config.check import check_config
 from jaxspec.config.settings import AdvantageConfig, DynamicSamplingConfig, ResolvedConfig
+from jaxspec.config.split import check_generator
 from jaxspec.data.problems import ProblemSets
 from jaxspec.data.scoring import Judge
 from jaxspec.evaluation.evaluator import Evaluator, PolicyAnswerer
@@ -28,6 +26,7 @@ from jaxspec.host.programs import (
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.scoring import RolloutScorer
 from jaxspec.inputs.checked import prefix_errors
+from jaxspec.processes import roles
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.rollout.pages import min_pool_size
 from jaxspec.state import ExportedWeights, GeneratorState, NoChooser, PyTree, RolloutWeights
@@ -191,7 +190,7 @@ def compile_evaluator(
     mesh = run_step.generator.mesh
     config = evaluation_config(run_config, meshes.row_shard_count(mesh))
     with prefix_errors("evaluations"):
-        check_config(config, mesh.size, jax.process_count())
+        check_generator(config, mesh.size, len(roles.find_owners(mesh)))
     stop = run_config.rollout.stop
     evaluation_step = build_evaluation_step(config, stop, run_step, tokenizer)
     prompts, grid = config.batch.prompts, run_step.generator.settings.grid

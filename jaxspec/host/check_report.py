@@ -57,6 +57,40 @@ class CheckResult(NamedTuple):
     """Compile time of each attempt. The report describes the last one."""
 
 
+class SidesResult(NamedTuple):
+    """Result of checking both sides of a pipelined run."""
+
+    learner: CheckResult
+    generator: CheckResult
+    weight_bytes: int
+    """Bytes of the weights that travel for each version."""
+    batch_bytes: int
+    """Bytes of a batch that travel back."""
+
+    @property
+    def reason(self) -> str:
+        """Reason why the config will not run. Empty if it should run."""
+        return self.learner.reason or self.generator.reason
+
+    @property
+    def transfer_seconds(self) -> float | None:
+        """Least seconds of moving the weights of a version. None if links are unknown."""
+        card = self.learner.target.card
+        if card is None:
+            return None
+        # Every device of the side that has fewer sends or receives its share.
+        devices = min(len(side.target.devices) for side in (self.learner, self.generator))
+        return self.weight_bytes / devices / self.link_rate
+
+    @property
+    def link_rate(self) -> float:
+        """Bandwidth between devices of the two sides, one way, in bytes per second."""
+        card = self.learner.target.card
+        assert card is not None, "the caller knows the card"
+        both = sum(len(side.target.devices) for side in (self.learner, self.generator))
+        return card.link if both <= card.domain else card.nic
+
+
 def describe_verdict(result: CheckResult) -> str:
     """Summarizes the result in one line."""
     used_bytes = sum(owner.size for owner in result.fit.memory_uses)
@@ -153,3 +187,34 @@ def _build_memory_table(result: CheckResult) -> Table:
 def format_gib(size: int) -> str:
     """Formats bytes as GiB."""
     return f"{size / _GIB:.2f} GiB"
+
+
+def sides_to_json(name: str, result: SidesResult) -> dict[str, Any]:
+    """Converts the result of both sides to JSON values."""
+    return {
+        "config": name,
+        "learner": result_to_json(name, result.learner),
+        "generator": result_to_json(name, result.generator),
+        "weight_bytes": result.weight_bytes,
+        "batch_bytes": result.batch_bytes,
+        "transfer_seconds": result.transfer_seconds,
+        "runs": not result.reason,
+    }
+
+
+def print_sides(name: str, result: SidesResult, screen: Screen) -> None:
+    """Prints the reports of both sides, and what travels between them."""
+    for side, side_result in (("learning", result.learner), ("generation", result.generator)):
+        screen.print(f"{side}:")
+        print_report(name, side_result, screen)
+        screen.print("")
+    seconds, lag = result.transfer_seconds, result.learner.config.schedule.lag
+    time_text = ""
+    if seconds is not None:
+        rate = result.link_rate / 1e9
+        time_text = f", in {seconds:.2g} s at least over links of {rate:.0f} GB/s"
+    screen.print(
+        f"lag {lag}: {format_gib(result.weight_bytes)} of weights travel for each"
+        f" version{time_text}; {format_gib(result.batch_bytes)} of a batch travel back",
+        markup=False,
+    )

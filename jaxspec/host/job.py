@@ -28,7 +28,7 @@ from jaxspec.config.split import check_meshes
 from jaxspec.inputs.checked import ConfigError, first_line, require, translate_settings
 from jaxspec.inputs.json_keys import parse_json
 from jaxspec.inputs.spec import ModelSpec
-from jaxspec.processes import peers
+from jaxspec.processes import peers, roles
 from jaxspec.processes.devices import configure_cpu_devices, core_count, count_devices
 from jaxspec.processes.joining import join_job
 from jaxspec.processes.process_0 import broadcast_number
@@ -75,8 +75,8 @@ class Job:
         )
 
     def say(self, message: str) -> None:
-        """Prints a line, in process 0 only."""
-        if jax.process_index() == 0:
+        """Prints a line, in the first of the processes that work together."""
+        if roles.is_first_member():
             print_line(message)
 
 

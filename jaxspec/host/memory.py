@@ -93,18 +93,29 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
 def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[MemoryUse]:
     """Lists memory use on each device by owner.
 
+    If learning and generation have devices of their own, lists those of the side that needs more.
+    """
+    sides = list_side_uses(step, prompts, programs)
+    return max(sides, key=lambda uses: sum(use.size for use in uses))
+
+
+def list_side_uses(
+    step: Step, prompts: int, programs: Mapping[str, Any]
+) -> tuple[list[MemoryUse], ...]:
+    """Lists memory use on each device by owner, of learner and generator or of both together.
+
     Owners are arrays of the training state, the rollout copy of the weights, the pool of keys and
     values, the batch of dynamic sampling, and temporary buffers of the compiled `programs`. The
-    buffers are mostly activations of a micro-batch. Owners without memory are left out. If learning
-    and generation have devices of their own, lists those of the side that needs more.
+    buffers are mostly activations of a micro-batch. Owners without memory are left out.
     """
     usage = compute_usage(step, prompts)
-    learning = {name: program for name, program in programs.items() if name in LEARNING_SIDE}
-    generation = {name: program for name, program in programs.items() if name not in LEARNING_SIDE}
     # Programs of a device never run at the same time, so only the largest one counts.
     if step.shares_devices:
-        both = _list_generation_uses(step, prompts, usage, peak_size(programs, usage.training))
-        return [use for use in (*usage.training_uses, *both) if use.size]
+        peak = peak_size(programs, usage.training)
+        uses = [*usage.training_uses, *_list_generation_uses(step, prompts, usage, peak)]
+        return ([use for use in uses if use.size],)
+    learning = {name: program for name, program in programs.items() if name in LEARNING_SIDE}
+    generation = {name: program for name, program in programs.items() if name not in LEARNING_SIDE}
     state_size = sum(use.size for use in usage.training_uses)
     temporaries = MemoryUse(
         TEMPORARIES, peak_size(learning, state_size), _describe_tokens_remedy(step)
@@ -113,8 +124,7 @@ def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> l
         [*usage.training_uses, temporaries],
         _list_generation_uses(step, prompts, usage, peak_size(generation, 0)),
     )
-    larger_side = max(sides, key=lambda side: sum(use.size for use in side))
-    return [use for use in larger_side if use.size]
+    return tuple([use for use in uses if use.size] for uses in sides)
 
 
 def _describe_tokens_remedy(step: Step) -> str:

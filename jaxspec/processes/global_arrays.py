@@ -98,6 +98,11 @@ def gather_over_processes(number: int) -> np.ndarray:
     return sum_over_processes(table)
 
 
+def any_over_processes(flag: bool) -> bool:
+    """Returns whether any of the processes that work together has the flag."""
+    return bool(gather_over_processes(int(flag)).any())
+
+
 @functools.cache
 def _compile_process_sum(
     members: tuple[int, ...],

@@ -6,7 +6,7 @@ waits only for a sender that has not offered yet.
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 _PREFIX = "jaxspec/mail"
 _POLL_MILLISECONDS = 500
-"""Milliseconds of a single wait, between which the caller may look at other things."""
+"""Milliseconds between two checks whether a wait is over."""
 _CONNECTIONS = 4
 """Parallel connections over which arrays travel."""
 
@@ -28,8 +28,11 @@ def _open_store() -> Any:
 
 
 def post_message(name: str, content: bytes) -> None:
-    """Posts a message, which every process can read until it is removed."""
-    _open_store().key_value_set_bytes(f"{_PREFIX}/{name}", content)
+    """Posts a message, which every process can read until it is removed.
+
+    Replaces an earlier message of that name.
+    """
+    _open_store().key_value_set_bytes(f"{_PREFIX}/{name}", content, allow_overwrite=True)
 
 
 def read_message(name: str) -> bytes | None:
@@ -37,6 +40,7 @@ def read_message(name: str) -> bytes | None:
     try:
         return _open_store().key_value_try_get_bytes(f"{_PREFIX}/{name}")
     except jax.errors.JaxRuntimeError as error:
+        # JAX has no error type for this, only the status code in the text.
         if "NOT_FOUND" not in str(error):
             raise
         return None
@@ -47,15 +51,20 @@ def remove_message(name: str) -> None:
     _open_store().key_value_delete(f"{_PREFIX}/{name}")
 
 
-def wait_for_message(name: str) -> bytes | None:
-    """Waits a moment for a message. Returns None if it has not come."""
-    try:
-        return _open_store().blocking_key_value_get_bytes(f"{_PREFIX}/{name}", _POLL_MILLISECONDS)
-    except jax.errors.JaxRuntimeError as error:
-        # JAX has no error type for a deadline, only the status code in the text.
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return None
+def receive_message(name: str, is_closed: Callable[[], bool] = lambda: False) -> bytes | None:
+    """Waits for a message. Returns None once `is_closed` returns true.
+
+    The message should come soon: the coordinator keeps a note of every wait until it does.
+    """
+    while not is_closed():
+        try:
+            return _open_store().blocking_key_value_get_bytes(
+                f"{_PREFIX}/{name}", _POLL_MILLISECONDS
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    return None
 
 
 class ArrayServer:
@@ -67,7 +76,7 @@ class ArrayServer:
     def __init__(self) -> None:
         from jax.experimental import transfer
 
-        host = _own_address()
+        host = _find_own_address()
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(
             client, f"{host}:0", [f"{host}:0"] * _CONNECTIONS
@@ -93,9 +102,8 @@ class ArrayServer:
           layouts: shape and dtype of each array, and the device that receives it.
         """
         if sender not in self._connections:
-            address = None
-            while address is None:
-                address = wait_for_message(f"server/{sender}")
+            address = receive_message(f"server/{sender}")
+            assert address is not None, "nothing closes it"
             self._connections[sender] = self._server.connect(address.decode())
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
@@ -104,12 +112,16 @@ class ArrayServer:
         return self._connections[sender].pull(number, shapes)
 
 
-def _own_address() -> str:
+def _find_own_address() -> str:
     """Returns the address of this machine in the network of the coordinator."""
     from jax._src.distributed import global_state
 
     host, _, port = (global_state.coordinator_address or "").rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+    )[0]
     # Connecting a datagram socket sends nothing, and chooses the network.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        datagrams.connect((host, int(port)))
-        return datagrams.getsockname()[0]
+    with socket.socket(family, kind) as datagrams:
+        datagrams.connect(address)
+        own_host = datagrams.getsockname()[0]
+    return f"[{own_host}]" if family == socket.AF_INET6 else own_host

@@ -150,10 +150,10 @@ class BatchSource:
     maker: BatchMaker
     planner: BatchPlanner
 
-    def empty_progress(self) -> GenerationProgress:
-        """Returns the progress of generation before the first rollout."""
+    def make_progress(self, generated: int = 0) -> GenerationProgress:
+        """Returns the progress of generation between two batches."""
         filler = self.maker.filler
-        return GenerationProgress(filling=filler.empty_batch() if filler else None)
+        return GenerationProgress(generated, filler.empty_batch() if filler else None)
 
 
 def make_batch_source(

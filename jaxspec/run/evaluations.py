@@ -243,6 +243,7 @@ def open_evaluations(
 
 
 def count_evaluated(run: RunState) -> int:
-    """Counts the batches of a restored run whose evaluation is not made again."""
+    """Counts the batches of a restored run up to the last whose evaluation is not made again."""
     # Queued batches carry the metrics of their evaluation in the checkpoint.
-    return run.learned + sum(has_evaluation(item.record.metrics) for item in run.queue)
+    queued = [item.record for item in run.queue if has_evaluation(item.record.metrics)]
+    return max([run.learned, *(record.batch + 1 for record in queued)])

@@ -12,6 +12,7 @@ from jaxspec.host.job import Job, build_learner_step
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.host.prompts import PromptSource
 from jaxspec.host.round_cost import fill_length_chooser
+from jaxspec.inputs.checked import require
 from jaxspec.preparation.draft import get_or_train_draft
 from jaxspec.preparation.draft_data import TextRows, read_training_text
 from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
@@ -19,7 +20,7 @@ from jaxspec.processes.devices import describe_machine
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rollout.feedback import length_chooser
 from jaxspec.run.batches import BatchSource
-from jaxspec.run.state import RunState
+from jaxspec.run.state import GenerationProgress, RunState
 from jaxspec.state import LengthChooser, NetworkState, NoChooser, Prompts, TrainState
 from jaxspec.step import Step
 from jaxspec.storage.cache import load_tree
@@ -84,7 +85,7 @@ def start_run(
     return RunState(
         state=_set_length_costs(job.step, state, lambda: batches.prompts.place_training(0), say),
         history=batches.prompts.history,
-        generation=batches.empty_progress(),
+        generation=GenerationProgress(),
         machine=machine,
         # Accelerators time rounds in the first rollout.
         timed_on={} if times_real_rounds(job.step.generator) else machine,
@@ -114,6 +115,26 @@ def adapt_run(
     run.state = state.replace(generator=state.generator.replace(chooser=chooser))
     restart_timing()
     run.timed_on = {} if times_real_rounds(step.generator) else run.machine
+
+
+def adapt_filling(run: RunState, batches: BatchSource, is_pipelined: bool) -> None:
+    """Gives a run the batch that rollouts fill, where its schedule has one between two calls.
+
+    Raises:
+      ConfigError: a checkpoint has groups of a batch that is not complete, and the schedule is
+        pipelined.
+    """
+    filling = run.generation.filling
+    if not is_pipelined:
+        run.generation.filling = filling or batches.make_progress().filling
+        return
+    groups = filling.groups if filling else 0
+    require(
+        not groups,
+        f"the checkpoint has {groups} groups of a batch that dynamic sampling was filling, and"
+        " schedule.kind pipelined starts with complete batches; resume it with schedule.kind fused",
+    )
+    run.generation.filling = None
 
 
 def describe_random_draft(config: ResolvedConfig) -> str:

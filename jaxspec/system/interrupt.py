@@ -61,7 +61,7 @@ class Interrupt:
     ) -> None:
         self._announce, self._on_exit = announce, on_exit
         self._stop_requested = False
-        self._is_alone = False
+        self._keeps_signals = False
         self._first_signal: signal.Signals | None = None
         self._sigint_count = 0
         self._activity: str | None = None
@@ -109,7 +109,10 @@ class Interrupt:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether to stop. Under `jax.distributed`, set by `should_stop` only."""
+        """Whether to stop.
+
+        Under `jax.distributed`, `should_stop` sets it, or `request_stop` after `keep_signals`.
+        """
         return self._stop_requested
 
     @property
@@ -117,16 +120,17 @@ class Interrupt:
         """Number of the first signal that this process got. 0 if there was none."""
         return self._first_signal or 0
 
-    def watch_alone(self) -> None:
+    def keep_signals(self) -> None:
         """Keeps signals in this process from now on, also under `jax.distributed`.
 
         The program itself agrees with other processes, and calls `request_stop` in each.
         """
-        self._is_alone = True
+        self._keeps_signals = True
 
     def request_stop(self, number: int) -> None:
         """Requests a stop as if this process had got a signal."""
-        self._first_signal = self._first_signal or signal.Signals(number)
+        # The same in all processes, so that all have the same exit status.
+        self._first_signal = signal.Signals(number)
         self._stop_requested = True
 
     @property
@@ -140,7 +144,7 @@ class Interrupt:
 
         The answer is the same in every process. All must call it with the same, increasing steps.
         """
-        if not self._stop_requested and _is_distributed() and not self._is_alone:
+        if not self._stop_requested and _is_distributed() and not self._keeps_signals:
             # Imported here, since programs enter an Interrupt before they import JAX.
             import numpy as np
             from jax.experimental import multihost_utils
@@ -220,7 +224,7 @@ class Interrupt:
                 "stopped at once; the same command goes on from the last checkpoint",
             )
         else:
-            if _is_distributed() and not self._is_alone:
+            if _is_distributed() and not self._keeps_signals:
                 self._forward_sigterm()
             else:
                 self._stop_requested = True

@@ -68,7 +68,7 @@ def test_batches_come_in_order_each_from_the_version_of_its_lag(
         queue.publish(version, version)
     assert batches == [(n, max(0, n - lag), n + 1) for n in range(STEPS)]
     assert queue.evaluate_last() == {"version": STEPS, "batch": STEPS - 1}
-    queue.close(0)
+    queue.close()
     assert (side.threads == {threading.get_ident()}) == (kind is TurnQueue)
 
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_goes_on_with_the_version_that_was_saved(kind: type) -> No
     assert numbers(queue.take_batch()) == (6, 4, 7)
     queue.publish(5, 5)
     assert numbers(queue.take_batch()) == (7, 5, 8)
-    queue.close(0)
+    queue.close()
 
 
 def test_finished_batches_come_before_the_error_of_a_later_one() -> None:
@@ -90,7 +90,7 @@ def test_finished_batches_come_before_the_error_of_a_later_one() -> None:
     assert [queue.take_batch().record.batch for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="the scorer is gone"):
         queue.take_batch()
-    queue.close(0)
+    queue.close()
 
 
 @pytest.mark.parametrize("published", [True, False])
@@ -100,7 +100,7 @@ def test_closing_ends_the_thread_in_a_batch_and_between_two(published: bool) -> 
     if published:
         queue.publish(0, 0)
     before = time.monotonic()
-    queue.close(0)
+    queue.close()
     assert time.monotonic() - before < 10
     assert "generator" not in {thread.name for thread in threading.enumerate()}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.metrics.mean import metrics_to_host
-from jaxspec.processes.global_arrays import gather_over_processes
+from jaxspec.processes.global_arrays import any_over_processes
 from jaxspec.run.batches import BatchSource, is_evaluation_due
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.pipelined.account import Account
@@ -42,9 +42,9 @@ class GenerationSide:
         self.account = Account()
         self._abort = threading.Event()
 
-    def empty_progress(self, generated: int) -> GenerationProgress:
+    def make_progress(self, generated: int) -> GenerationProgress:
         """Returns the progress of generation between two batches."""
-        return dataclasses.replace(self._batches.empty_progress(), generated=generated)
+        return self._batches.make_progress(generated)
 
     def abort(self) -> None:
         """Asks to stop at the next slice. May be called from another thread."""
@@ -53,7 +53,7 @@ class GenerationSide:
     def make_batch(
         self, batch: int, published: PyTree, progress: GenerationProgress
     ) -> SentBatch | None:
-        """Makes a batch with published weights, and sends it. Updates `progress`.
+        """Makes a batch with published weights, and packs it. Updates `progress`.
 
         Returns None if it was asked to stop.
 
@@ -71,6 +71,8 @@ class GenerationSide:
             rollout, metrics = generated
             with account.charge("reward"):
                 queued = self._batches.maker.add_rollout(progress, batch, rollout, metrics)
+        # An evaluation loads the weights again.
+        del weights
         record = queued.record
         if is_evaluation_due(self._config, record):
             record.metrics |= self.evaluate(published, batch)
@@ -108,7 +110,7 @@ class GenerationSide:
 
     def _should_stop(self) -> bool:
         """Returns whether to stop. All processes of this side agree."""
-        return bool(gather_over_processes(int(self._abort.is_set())).any())
+        return any_over_processes(self._abort.is_set())
 
 
 def _name_seconds(seconds: dict[str, float]) -> dict[str, float]:

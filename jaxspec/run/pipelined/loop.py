@@ -44,12 +44,10 @@ class PipelinedLoop:
 
         Updates `run` in place. Returns whether the run has ended.
         """
-        plan = BatchPlan(self._schedule.lag, run.next_batch, run.learned, self._config.steps)
-        queue, status = self._open_queue(run, plan), 1
+        self._plan = BatchPlan(self._schedule.lag, run.next_batch, run.learned, self._config.steps)
+        queue = self._open_queue(run, self._plan)
         try:
-            is_done = self._learn_batches(run, queue)
-            status = 0 if is_done else self._interrupt.exit_status
-            return is_done
+            return self._learn_batches(run, queue)
         except NoBatch as error:
             self._host.reporter.write_samples(run.next_batch, error.samples)
             raise
@@ -57,17 +55,18 @@ class PipelinedLoop:
             try:
                 self._report_batch()
             finally:
-                queue.close(status)
+                queue.close()
 
     def _open_queue(self, run: RunState, plan: BatchPlan) -> BatchQueue:
         """Opens the queue, whose generator begins to wait for weights."""
         host, schedule = self._host, self._schedule
+        # JAX's own notice of a signal counts steps that all processes of a job make together.
+        self._interrupt.keep_signals()
         if schedule.placement == Placement.PROCESSES:
-            self._interrupt.watch_alone()
             return ProcessQueue(schedule, plan, run.generated, count_evaluated(run))
         side = GenerationSide(self._config, schedule, host.batches, host.evaluations)
         # The run's own progress is that of the last batch taken, which a checkpoint holds.
-        progress = side.empty_progress(run.generated)
+        progress = side.make_progress(run.generated)
         # Two threads would start programs on the same devices in an order that is not fixed, and
         # collectives of several devices could then wait for each other.
         if schedule.placement == Placement.TURNS:
@@ -104,7 +103,7 @@ class PipelinedLoop:
 
     def _learn_batch(self, run: RunState, queue: BatchQueue) -> None:
         """Learns from the oldest batch, and publishes the new weights."""
-        host, queue_depth = self._host, len(run.queue)
+        host, queue_depth = self._host, len(run.queue) + queue.count_waiting()
         batch = run.queue.pop(0)
         with host.profiler.trace_call(run.learned):
             with self._account.charge("train"):
@@ -141,17 +140,17 @@ class PipelinedLoop:
         self._host.saver.save(run)
 
     def _publish(self, run: RunState, queue: BatchQueue) -> None:
-        """Gives the weights of the state to the generator."""
-        with self._account.charge("swap"):
-            queue.publish(run.learned, self._schedule.pack_weights(run.state))
+        """Gives the weights of the state to the generator, if it uses them."""
+        if self._plan.is_used(run.learned):
+            with self._account.charge("swap"):
+                queue.publish(run.learned, self._schedule.pack_weights(run.state))
 
     def _should_stop(self, queue: BatchQueue) -> bool:
         """Returns whether to stop. All processes of this side agree."""
-        if isinstance(queue, ProcessQueue):
-            number = max(self._interrupt.received_signal, queue.received_signal())
-            number = int(gather_over_processes(number).max())
-            if number:
-                self._interrupt.request_stop(number)
+        number = max(self._interrupt.received_signal, queue.received_signal())
+        number = int(gather_over_processes(number).max())
+        if number:
+            self._interrupt.request_stop(number)
         return self._interrupt.stop_requested
 
 
@@ -159,4 +158,6 @@ def _name_seconds(seconds: dict[str, float]) -> dict[str, Any]:
     """Names the seconds of an account of learning as metrics."""
     total = sum(seconds.values())
     named = {f"time/{name}": value for name, value in seconds.items()}
-    return {"time/exposed_generation": 0.0, **named, "time/step": total}
+    # A batch may be there already, and its new weights may have no use.
+    absent = {"time/exposed_generation": 0.0, "time/swap": 0.0}
+    return {**absent, **named, "time/step": total}

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,6 +14,7 @@ from jaxspec.host.programs import (
     abstract_prompts,
     abstract_scored_rollout,
     compile_ahead,
+    compile_for_generator,
     open_weight_link,
 )
 from jaxspec.links import Link, open_link
@@ -25,7 +26,8 @@ from jaxspec.run.schedules import (
     uniform_slices,
 )
 from jaxspec.state import Prompts, PyTree, Rollout, RolloutWeights, ScoredRollout, TrainState
-from jaxspec.step import Step
+from jaxspec.step import Step, run_inline
+from jaxspec.system.terminal import LinePrinter
 
 
 class Placement(enum.Enum):
@@ -204,3 +206,65 @@ def _compile_generator(
 
 def _shardings(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+class SidePrograms(NamedTuple):
+    """A program of each side, to analyze it without running it."""
+
+    programs: Mapping[str, Any]
+    """Programs of learner and generator, in this order."""
+    weight_bytes: int
+    """Bytes of the weights that travel for each version."""
+    batch_bytes: int
+    """Bytes of a batch that travel back."""
+
+
+def compile_side_programs(
+    step: Step, prompt_count: int, print_line: LinePrinter | None = None
+) -> SidePrograms:
+    """Compiles all work of each side between two transfers as one program.
+
+    The phases have the names that they have in a fused step.
+    """
+    state, scored, prompts = abstract_arguments(step, prompt_count)
+    sent = abstract_scored_rollout(step, prompt_count, step.generator.mesh).replace(plan=None)
+    weight_link = open_weight_link(step, state)
+    batch_link = open_link(sent, scored.replace(plan=None))
+
+    def learn(state: TrainState, scored: ScoredRollout) -> Any:
+        state, metrics = run_inline("train", step.learn, state, scored)
+        return state, metrics, run_inline("prepare", weight_link.pack, step.export(state))
+
+    def generate(published: PyTree, prompts: Prompts) -> Any:
+        weights = run_inline(
+            "prepare", lambda packed: step.generator.load(*weight_link.unpack(packed)), published
+        )
+        rollout = run_inline("generate", step.generator.generate, weights, prompts)
+        return rollout, run_inline("measure", step.generator.measure_rollout, rollout, weights)
+
+    learner_layout = (
+        step.state_shardings(),
+        meshes.replicated_sharding(step.learner.mesh),
+        _shardings(weight_link.source_layout),
+    )
+    generator_layout = (
+        meshes.row_sharding(step.generator.mesh),
+        meshes.replicated_sharding(step.generator.mesh),
+    )
+    learning, _ = compile_ahead(
+        learn,
+        *(state, scored),
+        print_line=print_line,
+        donate_argnums=0,
+        out_shardings=learner_layout,
+    )
+    generation, _ = compile_for_generator(
+        step.generator,
+        generate,
+        *(weight_link.target_layout, prompts),
+        print_line=print_line,
+        out_shardings=generator_layout,
+    )
+    return SidePrograms(
+        {"train": learning, "generate": generation}, weight_link.bytes, batch_link.bytes
+    )

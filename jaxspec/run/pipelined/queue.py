@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import jax
+
 from jaxspec.run.pipelined.account import Account
 from jaxspec.run.pipelined.generation import SentBatch
 from jaxspec.run.state import GenerationProgress
@@ -27,15 +29,22 @@ class BatchPlan:
     def __init__(self, lag: int, first_batch: int, first_version: int, steps: int) -> None:
         self._lag, self.steps = lag, steps
         self.first_batch, self.first_version = first_batch, first_version
+        # A resumed run may have more batches than `steps` is now.
+        self.last_version = max(steps, first_batch)
 
-    def version_of(self, batch: int) -> int:
+    def find_version(self, batch: int) -> int:
         """Returns the version that makes a batch."""
         # A checkpoint holds the batches of earlier versions.
         return max(batch - self._lag, self.first_version)
 
-    def last_batch_of(self, version: int) -> int:
+    def find_last_batch(self, version: int) -> int:
         """Returns the last batch that a version makes."""
         return min(version + self._lag, self.steps - 1)
+
+    def is_used(self, version: int) -> bool:
+        """Returns whether a version makes a batch, or is evaluated last."""
+        makes_batch = version + self._lag < self.steps or version == self.first_version
+        return makes_batch or version == self.last_version
 
 
 @runtime_checkable
@@ -75,8 +84,16 @@ class BatchQueue(Protocol):
         """Evaluates the weights after the last update."""
         ...
 
-    def close(self, status: int) -> None:
-        """Stops generation, in a program that ends with an exit status."""
+    def count_waiting(self) -> int:
+        """Counts the batches that wait for the learner."""
+        ...
+
+    def received_signal(self) -> int:
+        """Returns a signal that the generator's side got. 0 if there was none."""
+        ...
+
+    def close(self) -> None:
+        """Stops generation."""
         ...
 
 
@@ -104,7 +121,7 @@ class TurnQueue:
         if self._published is None:
             return
         version, published = self._published
-        while self._next_batch <= self._plan.last_batch_of(version):
+        while self._next_batch <= self._plan.find_last_batch(version):
             batch = self._side.make_batch(self._next_batch, published, self._progress)
             assert batch is not None, "nothing aborts the side during a turn"
             self._batches.append(batch)
@@ -113,9 +130,17 @@ class TurnQueue:
     def evaluate_last(self) -> dict[str, float]:
         """Evaluates the weights after the last update."""
         assert self._published is not None, "weights are published first"
-        return self._side.evaluate(self._published[1], self._plan.steps - 1)
+        return self._side.evaluate(self._published[1], self._plan.last_version - 1)
 
-    def close(self, status: int) -> None:
+    def count_waiting(self) -> int:
+        """Counts the batches that wait for the learner."""
+        return len(self._batches)
+
+    def received_signal(self) -> int:
+        """Returns 0, since this process watches for signals itself."""
+        return 0
+
+    def close(self) -> None:
         """Does nothing, since no batch is in flight between two turns."""
 
 
@@ -172,9 +197,18 @@ class ThreadQueue:
         """Evaluates the weights after the last update."""
         # The thread has ended, since it has made all batches.
         self._thread.join()
-        return self._side.evaluate(self._published[self._plan.steps], self._plan.steps - 1)
+        published = self._published[self._plan.last_version]
+        return self._side.evaluate(published, self._plan.last_version - 1)
 
-    def close(self, status: int) -> None:
+    def count_waiting(self) -> int:
+        """Counts the batches that wait for the learner."""
+        return len(self._batches)
+
+    def received_signal(self) -> int:
+        """Returns 0, since this process watches for signals itself."""
+        return 0
+
+    def close(self) -> None:
         """Stops generation at the next slice, and waits for the thread."""
         with self._changed:
             self._is_closed = True
@@ -187,7 +221,7 @@ class ThreadQueue:
     def _run(self) -> None:
         try:
             for batch in range(self._plan.first_batch, self._plan.steps):
-                published = self._wait_for_version(self._plan.version_of(batch))
+                published = self._wait_for_version(self._plan.find_version(batch))
                 if published is None:
                     return
                 sent = self._side.make_batch(batch, published, self._progress)
@@ -204,11 +238,13 @@ class ThreadQueue:
 
     def _wait_for_version(self, version: int) -> PyTree | None:
         """Returns the weights of a version once they are published. None if closed before."""
-        with self._side.account.charge("idle_generate"), self._changed:
-            self._changed.wait_for(lambda: version in self._published or self._is_closed)
-            if self._is_closed:
-                return None
-            # Earlier versions make no more batches.
-            for earlier in [number for number in self._published if number < version]:
-                del self._published[earlier]
-            return self._published[version]
+        with self._side.account.charge("idle_generate"):
+            with self._changed:
+                self._changed.wait_for(lambda: version in self._published or self._is_closed)
+                if self._is_closed:
+                    return None
+                # Earlier versions make no more batches.
+                for earlier in [number for number in self._published if number < version]:
+                    del self._published[earlier]
+                published = self._published[version]
+            return jax.block_until_ready(published)

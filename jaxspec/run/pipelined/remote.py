@@ -4,25 +4,38 @@ import dataclasses
 import json
 import queue
 import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec.links import MeshLink
 from jaxspec.processes import mailbox, roles
-from jaxspec.processes.global_arrays import gather_over_processes
+from jaxspec.processes.global_arrays import any_over_processes
 from jaxspec.processes.mailbox import ArrayServer
 from jaxspec.run.evaluations import Evaluations
-from jaxspec.run.pipelined.courier import BATCHES, WEIGHTS, Courier
 from jaxspec.run.pipelined.generation import GenerationSide, SentBatch
 from jaxspec.run.pipelined.programs import PipelinedSchedule
 from jaxspec.run.pipelined.queue import BatchPlan
+from jaxspec.run.pipelined.transport import BATCHES, WEIGHTS, TreeTransport
 from jaxspec.run.state import BatchRecord
 from jaxspec.state import PyTree
 from jaxspec.system.interrupt import Interrupt
 
-_START, _LAST, _CLOSED, _STOP = "start", "last_evaluation", "closed", "stop"
-"""Names of messages: where generation starts, metrics of the last weights, exit status of a run
-that needs no more batches, and a signal of the generator's side."""
+_START = "start"
+"""Message with the batch and version at which generation starts."""
+_LAST_EVALUATION = "last_evaluation"
+"""Message with the metrics of the weights after the last update."""
+_CLOSED = "closed"
+"""Message that the learner needs no more batches."""
+_STATUS = "status"
+"""Message with the exit status of the learner."""
+_SIGNAL = "signal"
+"""Message with a signal that the generator's side got."""
+_POLL_SECONDS = 0.5
+"""Seconds between two looks for messages that may never come."""
 
 
 class ProcessQueue:
@@ -38,7 +51,7 @@ class ProcessQueue:
     def __init__(
         self, schedule: PipelinedSchedule, plan: BatchPlan, generated: int, evaluated: int
     ) -> None:
-        self._weights, self._batches = _open_couriers(schedule)
+        self._weights, self._batches = _open_transports(schedule)
         self._schedule, self._lag = schedule, schedule.lag
         start = {
             "first_batch": plan.first_batch,
@@ -51,12 +64,13 @@ class ProcessQueue:
         # Threads hide the transport behind the learner's work. Programs that they start have no
         # collectives, whose order among processes must be fixed.
         self._offers: queue.SimpleQueue[tuple[int, PyTree] | None] = queue.SimpleQueue()
-        self._received: queue.SimpleQueue[SentBatch | BaseException] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[SentBatch | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
         batches = range(plan.first_batch, plan.steps)
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=work, name="transport", daemon=True)
-            for work in (self._offer_weights, lambda: self._receive_batches(batches))
+            threading.Thread(target=self._run, args=work, name="transport", daemon=True)
+            for work in ((self._offer_weights,), (self._receive_batches, batches))
         ]
         for thread in self._threads:
             thread.start()
@@ -66,11 +80,49 @@ class ProcessQueue:
         self._offers.put((version, packed))
 
     def take_batch(self) -> SentBatch:
-        """Returns the next batch. Waits for it."""
+        """Returns the next batch. Waits for it, and raises errors of the transport."""
         received = self._received.get()
-        if isinstance(received, BaseException):
-            raise received
+        if received is None:
+            assert self._error is not None, "a thread ends the queue by an error alone"
+            raise self._error
         return received
+
+    def evaluate_last(self) -> dict[str, float]:
+        """Waits for the evaluation of the weights after the last update."""
+        content = mailbox.receive_message(_LAST_EVALUATION, lambda: self._error is not None)
+        if content is None:
+            assert self._error is not None, "only an error ends the wait"
+            raise self._error
+        return json.loads(content)
+
+    def count_waiting(self) -> int:
+        """Counts the batches that wait for the learner."""
+        return self._received.qsize()
+
+    def received_signal(self) -> int:
+        """Returns a signal that the generator's side got. 0 if there was none."""
+        content = mailbox.read_message(_SIGNAL)
+        return int(content) if content else 0
+
+    def close(self) -> None:
+        """Tells the generator that no more batches are needed."""
+        self._closed.set()
+        self._offers.put(None)
+        # A thread that is inside JAX while Python ends would abort the process.
+        for thread in self._threads:
+            thread.join()
+        if roles.is_first_member():
+            mailbox.post_message(_CLOSED, b"")
+
+    # ---- called in threads
+
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs work of a thread, and keeps its error for the main thread."""
+        try:
+            work(*arguments)
+        except Exception as error:  # noqa: BLE001  # the main thread raises it
+            self._error = error
+            self._received.put(None)
 
     def _offer_weights(self) -> None:
         while (offer := self._offers.get()) is not None:
@@ -80,39 +132,27 @@ class ProcessQueue:
             self._weights.forget(version - self._lag - 2)
 
     def _receive_batches(self, numbers: range) -> None:
-        try:
-            for number in numbers:
-                received = self._batches.receive(number, self._closed.is_set)
-                if received is None:
-                    return
-                packed, message = received
-                rollout = jax.block_until_ready(self._schedule.unpack_batch(packed))
-                record = BatchRecord(**message["record"])
-                self._received.put(SentBatch(rollout, record, message["generated"]))
-        except Exception as error:  # noqa: BLE001  # the main thread raises it
-            self._received.put(error)
+        for number in numbers:
+            received = self._batches.receive(number, self._closed.is_set)
+            if received is None:
+                return
+            packed, message = received
+            # First, so that the learner's devices never wait for a program whose input travels.
+            packed = jax.block_until_ready(packed)
+            rollout = jax.block_until_ready(self._schedule.unpack_batch(packed))
+            record = BatchRecord(**message["record"])
+            self._received.put(SentBatch(rollout, record, message["generated"]))
 
-    def evaluate_last(self) -> dict[str, float]:
-        """Waits for the evaluation of the weights after the last update."""
-        content = None
-        while content is None:
-            content = mailbox.wait_for_message(_LAST)
-        return json.loads(content)
 
-    def received_signal(self) -> int:
-        """Returns the signal that the generator's side got, or 0."""
-        content = mailbox.read_message(_STOP)
-        return int(content) if content else 0
+def post_status(learner_mesh: Mesh, status: int) -> None:
+    """Tells the generator's processes the exit status of a run, once it is over.
 
-    def close(self, status: int) -> None:
-        """Tells the generator to end, with an exit status."""
-        self._closed.set()
-        self._offers.put(None)
-        # A thread that is inside JAX while Python ends would abort the process.
-        for thread in self._threads:
-            thread.join()
-        if roles.is_first_member():
-            mailbox.post_message(_CLOSED, str(status).encode())
+    Does nothing in a job whose processes all work together.
+    """
+    is_split = roles.member_count() < jax.process_count()
+    if is_split and roles.owns_part(learner_mesh) and roles.is_first_member():
+        mailbox.post_message(_CLOSED, b"")
+        mailbox.post_message(_STATUS, str(status).encode())
 
 
 def run_generator(
@@ -122,87 +162,95 @@ def run_generator(
     steps: int,
     interrupt: Interrupt,
 ) -> int:
-    """Makes batches until the learner needs no more. Returns the exit status."""
-    interrupt.watch_alone()
-    weights, batches = _open_couriers(schedule)
+    """Makes batches until the learner needs no more. Returns the exit status of the learner."""
     closing = _ClosingWatch(side, interrupt)
-    content = None
-    while content is None:
-        content = mailbox.wait_for_message(_START)
-    start = json.loads(content)
+    with interrupt.exit_on_signal("waiting for the learner to start"):
+        content = mailbox.receive_message(_START, closing.is_closed)
+    interrupt.keep_signals()
+    closing.forwards_signals = True
+    if not any_over_processes(content is None):
+        assert content is not None, "the learner has started"
+        _make_batches(side, schedule, evaluations, steps, json.loads(content), closing)
+    return closing.wait_for_status()
+
+
+def _make_batches(
+    side: GenerationSide,
+    schedule: PipelinedSchedule,
+    evaluations: Evaluations,
+    steps: int,
+    start: Mapping[str, int],
+    closing: "_ClosingWatch",
+) -> None:
+    """Makes batches until there are no more, or the learner needs none."""
+    weights, batches = _open_transports(schedule)
     evaluations.truncate_records_from(start["evaluated"])
     plan = BatchPlan(schedule.lag, start["first_batch"], start["first_version"], steps)
-    progress = side.empty_progress(start["generated"])
+    progress = side.make_progress(start["generated"])
     version, published = -1, None
+    numbers = range(plan.first_batch, steps)
     # After the last batch, the weights of the last update are evaluated.
-    for batch in range(plan.first_batch, steps + 1):
-        needed = steps if batch == steps else plan.version_of(batch)
+    for batch in (*numbers, plan.last_version):
+        is_over = batch == plan.last_version
+        needed = plan.last_version if is_over else plan.find_version(batch)
         if needed != version:
             with side.account.charge("idle_generate"):
-                received = weights.receive(needed, closing.is_closed)
-            if closing.is_agreed(received is None):
-                return closing.status
+                received = jax.block_until_ready(weights.receive(needed, closing.is_closed))
+            if any_over_processes(received is None):
+                return
             assert received is not None, "it is not closed"
             version, (published, _) = needed, received
-        if batch == steps:
-            metrics = side.evaluate(published, steps - 1)
+        if is_over:
+            metrics = side.evaluate(published, plan.last_version - 1)
             if roles.is_first_member():
-                mailbox.post_message(_LAST, json.dumps(metrics).encode())
-            break
+                mailbox.post_message(_LAST_EVALUATION, json.dumps(metrics).encode())
+            return
         sent = side.make_batch(batch, published, progress)
         if sent is None:
-            return closing.status
+            return
         message = {"record": dataclasses.asdict(sent.record), "generated": sent.generated}
         batches.offer(batch, sent.rollout, message)
         # The learner has taken what was offered before the version that it has just published.
         batches.forget(batch - schedule.lag - 2)
-    return closing.wait()
 
 
-def _open_couriers(schedule: PipelinedSchedule) -> tuple[Courier, Courier]:
+def _open_transports(schedule: PipelinedSchedule) -> tuple[TreeTransport, TreeTransport]:
     server = ArrayServer()
     weight_link, batch_link = schedule.weight_link, schedule.batch_link
     assert isinstance(weight_link, MeshLink), "processes have meshes of their own"
     assert isinstance(batch_link, MeshLink), "processes have meshes of their own"
-    return Courier(WEIGHTS, weight_link, server), Courier(BATCHES, batch_link, server)
+    return TreeTransport(WEIGHTS, weight_link, server), TreeTransport(BATCHES, batch_link, server)
 
 
 class _ClosingWatch:
     """Watches in a thread whether the learner needs no more batches, and for signals here."""
 
     def __init__(self, side: GenerationSide, interrupt: Interrupt) -> None:
+        self.forwards_signals = False
+        """Whether signals of this process are sent to the learner."""
         self._side, self._interrupt = side, interrupt
         self._closed = threading.Event()
-        self._status = 0
         threading.Thread(target=self._watch, name="closing", daemon=True).start()
-
-    @property
-    def status(self) -> int:
-        """Exit status of the run, once it is closed."""
-        return self.wait()
 
     def is_closed(self) -> bool:
         """Returns whether the learner needs no more batches."""
         return self._closed.is_set()
 
-    def is_agreed(self, is_closed: bool) -> bool:
-        """Returns whether any process of this side says that it is closed."""
-        return bool(gather_over_processes(int(is_closed)).any())
-
-    def wait(self) -> int:
-        """Waits until it is closed. Returns the exit status."""
+    def wait_for_status(self) -> int:
+        """Waits until the learner's processes are done. Returns their exit status."""
         self._closed.wait()
-        return self._status
+        while (content := mailbox.read_message(_STATUS)) is None:
+            time.sleep(_POLL_SECONDS)
+        return int(content)
 
     def _watch(self) -> None:
+        # Nothing waits for these messages, since most runs have none for hours.
         is_forwarded = False
-        while True:
-            content = mailbox.wait_for_message(_CLOSED)
-            if content is not None:
-                self._status = int(content)
-                self._closed.set()
-                self._side.abort()
-                return
-            if self._interrupt.received_signal and not is_forwarded:
-                mailbox.post_message(_STOP, str(self._interrupt.received_signal).encode())
+        while mailbox.read_message(_CLOSED) is None:
+            number = self._interrupt.received_signal
+            if number and self.forwards_signals and not is_forwarded:
+                mailbox.post_message(_SIGNAL, str(number).encode())
                 is_forwarded = True
+            time.sleep(_POLL_SECONDS)
+        self._closed.set()
+        self._side.abort()

@@ -12,14 +12,14 @@ from jaxspec.processes.mailbox import ArrayServer
 from jaxspec.state import PyTree
 
 WEIGHTS, BATCHES = range(2)
-"""Kinds of cargo, which have numbers of their own."""
+"""Kinds of trees. Each kind counts its trees by itself."""
 _NAMES = ("weights", "batch")
 # Numbers of offers are 64-bit integers, and a job has fewer than 4,096 processes.
 _PROCESS_BITS, _KIND_SHIFT = 12, 60
 
 
-class Courier:
-    """Carries trees of one kind from one side to the other, between processes.
+class TreeTransport:
+    """Transport of trees of one kind from one side to the other, between processes.
 
     Args:
       kind: `WEIGHTS` or `BATCHES`.
@@ -58,16 +58,14 @@ class Courier:
         """
         messages: dict[int, bytes] = {}
         for sender in sorted({self._first_sender, *self._incoming}):
-            content = None
-            while content is None:
-                if is_closed():
-                    return None
-                content = mailbox.wait_for_message(self._message_name(number, sender))
+            content = mailbox.receive_message(self._message_name(number, sender), is_closed)
+            if content is None:
+                return None
             messages[sender] = content
         pieces: list[jax.Array] = []
         copies: list[Copy] = []
         for sender, incoming in self._incoming.items():
-            layouts = [(self._link.piece_layout(copy), copy.target_device) for copy in incoming]
+            layouts = [(self._link.describe_piece(copy), copy.target_device) for copy in incoming]
             offer = self._offer_number(number, sender, jax.process_index())
             pieces += self._server.pull_arrays(sender, offer, layouts)
             copies += incoming
