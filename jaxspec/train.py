@@ -28,7 +28,7 @@ from jaxspec.processes.roles import join_side
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.run.batches import BatchSource, make_batch_source
 from jaxspec.run.closing import close_run
-from jaxspec.run.compiling import Schedule, answer_methods, compile_schedule, open_loop
+from jaxspec.run.compiling import Schedule, compile_schedule, make_answer_methods, open_loop
 from jaxspec.run.evaluations import Evaluations, open_evaluations
 from jaxspec.run.loop import Host
 from jaxspec.run.pipelined.generation import GenerationSide
@@ -100,7 +100,7 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             job, schedule = compile_schedule(job, stack)
             history = run.history if run else None
             batches = make_batch_source(job, sets, scorers, history)
-            methods = answer_methods(schedule, job.step, batches)
+            methods = make_answer_methods(schedule, job.step, batches)
             evaluations = stack.enter_context(
                 open_evaluations(job, batches, scorers, methods, workdir)
             )
@@ -130,7 +130,7 @@ def run_generation(
             job, schedule = compile_schedule(job, stack)
             assert isinstance(schedule, PipelinedSchedule), "other schedules have no sides"
             batches = make_batch_source(job, sets, scorers)
-            methods = answer_methods(schedule, job.step, batches)
+            methods = make_answer_methods(schedule, job.step, batches)
             evaluations = stack.enter_context(
                 open_evaluations(job, batches, scorers, methods, workdir)
             )

@@ -83,7 +83,7 @@ def _describe_meshes(step: Step) -> str:
     return f"{dict(learner.shape)} devices that learn and {dict(generator.shape)} that generate"
 
 
-def answer_methods(schedule: Schedule, step: Step, batches: BatchSource) -> AnswerMethods:
+def make_answer_methods(schedule: Schedule, step: Step, batches: BatchSource) -> AnswerMethods:
     """Returns the ways in which evaluations can answer prompts."""
     if isinstance(schedule, PipelinedSchedule):
         return schedule.answer_methods

@@ -20,6 +20,7 @@ from jaxspec.host.programs import (
     put_like,
 )
 from jaxspec.metrics.mean import metrics_to_host
+from jaxspec.rollout.generator import Generator
 from jaxspec.run.round_timer import AdvanceRounds, AdvanceSlice, RoundTimer
 from jaxspec.state import (
     RUNNING,
@@ -200,25 +201,34 @@ def _compile_phases(
 ) -> tuple[_StagedPrograms, dict[str, Any]]:
     """Compiles the phases of a step. Also returns their programs by name."""
     state, scored, prompt_shapes = abstract_arguments(step, prompt_count)
-    learn, _ = compile_ahead(
-        step.learn,
-        *(state, scored),
-        donate_argnums=0,
-        out_shardings=(step.state_shardings(), meshes.replicated_sharding(step.learner.mesh)),
-    )
+    learn = compile_learning(step, state, scored)
     sync, weights = compile_ahead(step.sync, state)
     generate, programs = (
         compile_sliced_generation(step, weights, prompt_shapes, slice_factory)
         if slice_factory
         else _compile_whole_generation(step, weights, prompt_shapes)
     )
-    measure, _ = compile_ahead(
-        step.generator.measure_rollout,
-        *(scored.rollout, weights),
-        out_shardings=meshes.replicated_sharding(step.generator.mesh),
-    )
+    measure = compile_measurement(step.generator, scored.rollout, weights)
     phases = _StagedPrograms(learn, sync, generate, measure)
     return phases, {"train": learn, "prepare": sync, **programs, "measure": measure}
+
+
+def compile_learning(step: Step, state: TrainState, scored: ScoredRollout) -> Callable:
+    """Compiles the learning from a batch, which donates the state."""
+    return compile_ahead(
+        step.learn,
+        *(state, scored),
+        donate_argnums=0,
+        out_shardings=(step.state_shardings(), meshes.replicated_sharding(step.learner.mesh)),
+    )[0]
+
+
+def compile_measurement(
+    generator: Generator, rollout: Rollout, weights: RolloutWeights
+) -> Callable:
+    """Compiles the metrics of a rollout."""
+    replicated = meshes.replicated_sharding(generator.mesh)
+    return compile_ahead(generator.measure_rollout, rollout, weights, out_shardings=replicated)[0]
 
 
 def _time_until_ready(result: Any, start_time: float) -> float:

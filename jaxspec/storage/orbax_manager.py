@@ -45,5 +45,5 @@ def open_manager(
 def convert_for_saving(leaves: Mapping[str, jax.Array]) -> Mapping[str, Any]:
     """Converts arrays that Orbax would refuse to host values."""
     # It refuses arrays of a single process in a job of several.
-    is_alone = roles.member_count() == 1 < jax.process_count()
-    return jax.device_get(leaves) if is_alone else leaves
+    is_single_member = roles.member_count() == 1 < jax.process_count()
+    return jax.device_get(leaves) if is_single_member else leaves

@@ -22,6 +22,8 @@ from jaxspec.processes import roles
 from jaxspec.run.evaluations import AnswerMethods, WeightsAnswerer
 from jaxspec.run.schedules import (
     SliceCallback,
+    compile_learning,
+    compile_measurement,
     compile_sliced_generation,
     uniform_slices,
 )
@@ -153,19 +155,13 @@ def _compile_learner(
     step: Step, state: TrainState, scored: ScoredRollout, weight_link: Link, batch_link: Link
 ) -> dict[str, Any]:
     """Compiles the programs of the learner's side."""
-    learn, _ = compile_ahead(
-        step.learn,
-        *(state, scored),
-        donate_argnums=0,
-        out_shardings=(step.state_shardings(), meshes.replicated_sharding(step.learner.mesh)),
-    )
 
     def publish(state: TrainState) -> PyTree:
         return weight_link.pack(step.export(state))
 
     published = _shardings(weight_link.source_layout)
     programs = {
-        "train": learn,
+        "train": compile_learning(step, state, scored),
         "publish": compile_ahead(publish, state, out_shardings=published)[0],
     }
     if not step.shares_devices:
@@ -193,11 +189,7 @@ def _compile_generator(
     generate, programs = compile_sliced_generation(
         step, weights, abstract_prompts(step.generator, prompt_count), uniform_slices(slice_rounds)
     )
-    measure, _ = compile_ahead(
-        step.generator.measure_rollout,
-        *(sent.rollout, weights),
-        out_shardings=meshes.replicated_sharding(step.generator.mesh),
-    )
+    measure = compile_measurement(step.generator, sent.rollout, weights)
     programs |= {"load": load_program, "measure": measure}
     if not step.shares_devices:
         programs["send"], _ = compile_ahead(batch_link.pack, sent)
