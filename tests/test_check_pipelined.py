@@ -76,6 +76,7 @@ def test_each_weight_travels_once_in_the_type_of_generation(both: dict[str, Any]
     assert both["transfer_seconds"] == pytest.approx(both["weight_bytes"] / 2 / 450e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_report_has_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     assert MESH, "another mesh than that of a fused run"
     status, text = told([*RUN, *SIDES, "--devices", "6", "--hardware", "h200"], capsys)

@@ -134,9 +134,24 @@ def collect_warnings(config: Config) -> list[str]:
     usual = FULL_RATE if config.lora.rank == 0 else ADAPTER_RATE
     warnings = [_clip_warning(config.loss), _kl_warning(config.kl)]
     warnings += [*_off_policy_warnings(config), *_dynamic_sampling_warnings(config)]
+    warnings.append(_lag_warning(config))
     warnings += [_rate_warning(config, "optimizer", config.learning_rates.policy, usual)]
     return [f"warning: {warning}" for warning in warnings if warning] + collect_draft_warnings(
         config
+    )
+
+
+LARGE_LAG = 8
+"""Largest lag of a pipelined schedule without a warning."""
+
+
+def _lag_warning(config: Config) -> str:
+    lag = config.schedule.active_lag
+    return (
+        f"schedule.lag is {lag}: importance weights cannot correct for much older weights, and"
+        f" {lag} batches wait in memory; 1 or 2 hide generation if it takes less time than learning"
+        if lag > LARGE_LAG
+        else ""
     )
 
 
@@ -204,6 +219,10 @@ def _off_policy_warnings(config: Config) -> list[str]:
     loss = config.loss
     # A user's loss may correct for older policies itself.
     if loss.kind != "reinforce" or loss.function or config.is_on_policy:
+        return []
+    # Importance weights correct for older rows, but not for an update within the batch.
+    has_one_update = config.batch.mini_batches * config.batch.epochs == 1
+    if has_one_update and config.resolved_loss.importance != "none":
         return []
     return [
         "loss.kind reinforce has no ratio of policy to old policy, and a batch has several updates"

@@ -20,9 +20,6 @@ Temperature = Annotated[float, Range(min=1e-3, max=1000, or_zero=True)]
 # Plain decoding is a kind of its own, not length 0.
 DraftLength = Annotated[int, Range(min=1, remedy="rollout.draft.kind none is plain decoding")]
 ScheduleKind = Literal["fused", "staged", "pipelined"]
-# Corrections by importance weights fail for rows of much older weights.
-MAX_LAG = 8
-"""Largest lag of a pipelined schedule."""
 AUTO_LENGTHS = (0, 1, 3, 5)
 """Draft lengths that `auto` compiles. 0 = plain decoding."""
 
@@ -232,7 +229,7 @@ class ScheduleConfig(CheckedConfig, prefix="schedule."):
     """`fused` runs a step as one program. `staged` runs each phase as a program of its own, and
     gives its seconds. Same numbers. On accelerators, draft_length `auto` always runs phase by
     phase. `pipelined` generates batches while it learns from earlier ones."""
-    lag: Annotated[int, Range(min=0, max=MAX_LAG)] = 1
+    lag: Natural = 1
     """Updates by which the weights that sample a batch are behind those that learn from it, with
     `pipelined`. Always exactly as many. 0 = the same numbers as `fused`."""
     slice_rounds: Count = 8

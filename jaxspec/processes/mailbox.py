@@ -5,12 +5,15 @@ the receiver pulls them into its own devices. So a sender never waits for a rece
 waits only for a sender that has not offered yet.
 """
 
+import functools
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
+
+from jaxspec.inputs.checked import ConfigError, first_line
 
 _PREFIX = "jaxspec/mail"
 _POLL_MILLISECONDS = 500
@@ -70,17 +73,25 @@ def receive_message(name: str, is_closed: Callable[[], bool] = lambda: False) ->
 class ArrayServer:
     """Server from which other processes pull arrays of this one, and the connections to theirs.
 
-    A process has one.
+    Raises:
+      ConfigError: the devices cannot move arrays between processes.
     """
 
     def __init__(self) -> None:
-        from jax.experimental import transfer
-
         host = _find_own_address()
         client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(
-            client, f"{host}:0", [f"{host}:0"] * _CONNECTIONS
-        )
+        try:
+            from jax.experimental import transfer
+
+            self._server = transfer.start_transfer_server(
+                client, f"{host}:0", [f"{host}:0"] * _CONNECTIONS
+            )
+        except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+            raise ConfigError(
+                f"JAX cannot move arrays between processes on {jax.local_devices()[0].device_kind}"
+                f" ({first_line(error)}); start a single process that has the devices of both"
+                " sides, or choose --schedule.kind fused"
+            ) from error
         self._connections: dict[int, Any] = {}
         post_message(f"server/{jax.process_index()}", self._server.address().encode())
 
@@ -110,6 +121,12 @@ class ArrayServer:
             for leaf, device in layouts
         ]
         return self._connections[sender].pull(number, shapes)
+
+
+@functools.cache
+def open_server() -> ArrayServer:
+    """Opens the server of this process. Returns the same one in later calls."""
+    return ArrayServer()
 
 
 def _find_own_address() -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec.config.algorithms import collect_warnings
 from jaxspec.config.settings import (
     BatchConfig,
     DynamicSamplingConfig,
@@ -94,10 +95,12 @@ def test_a_split_that_cannot_work_is_refused_with_numbers(
         check_meshes(config, devices, processes)
 
 
-@pytest.mark.parametrize("lag", [-1, 9])
-def test_a_lag_is_from_0_to_8(lag: int) -> None:
-    with pytest.raises(ConfigError, match=f"schedule.lag is {lag}"):
-        ScheduleConfig(kind="pipelined", lag=lag)
+def test_a_lag_is_at_least_0_and_a_large_one_is_warned_of() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.lag is -1"):
+        ScheduleConfig(kind="pipelined", lag=-1)
+    assert not [line for line in collect_warnings(config_of(1, lag=8)) if "schedule.lag" in line]
+    (warning,) = [line for line in collect_warnings(config_of(1, lag=9)) if "schedule.lag" in line]
+    assert warning.startswith("warning: schedule.lag is 9")
 
 
 def test_the_correction_follows_the_lag() -> None:
@@ -109,5 +112,7 @@ def test_the_correction_follows_the_lag() -> None:
     assert level.resolved_loss.importance == "none"
     assert not lagging.is_on_policy
     assert level.is_on_policy
+    reinforced = replace(lagging, loss=replace(lagging.loss, kind="reinforce"))
+    assert not [line for line in collect_warnings(reinforced) if "reinforce" in line]
     chosen = replace(lagging, loss=replace(lagging.loss, importance="none"))
     assert chosen.resolved_loss.importance == "none"

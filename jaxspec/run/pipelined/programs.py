@@ -18,7 +18,7 @@ from jaxspec.host.programs import (
     open_weight_link,
 )
 from jaxspec.links import Link, open_link
-from jaxspec.processes import roles
+from jaxspec.processes import mailbox, roles
 from jaxspec.run.evaluations import AnswerMethods, WeightsAnswerer
 from jaxspec.run.schedules import (
     SliceCallback,
@@ -124,6 +124,9 @@ def compile_pipelined_schedule(
     learns, generates = map(roles.owns_part, (step.learner.mesh, step.generator.mesh))
     placement = Placement.THREADS if learns and generates else Placement.PROCESSES
     placement = Placement.TURNS if step.shares_devices else placement
+    if placement == Placement.PROCESSES:
+        # Before anything long, since some devices may have no such server.
+        mailbox.open_server()
     programs: dict[str, Any] = {}
     generate = _generate_nothing
     if learns:

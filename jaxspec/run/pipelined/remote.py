@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxspec.links import MeshLink
 from jaxspec.processes import mailbox, roles
 from jaxspec.processes.global_arrays import any_over_processes
-from jaxspec.processes.mailbox import ArrayServer
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.pipelined.generation import GenerationSide, SentBatch
 from jaxspec.run.pipelined.programs import PipelinedSchedule
@@ -215,7 +214,7 @@ def _make_batches(
 
 
 def _open_transports(schedule: PipelinedSchedule) -> tuple[TreeTransport, TreeTransport]:
-    server = ArrayServer()
+    server = mailbox.open_server()
     weight_link, batch_link = schedule.weight_link, schedule.batch_link
     assert isinstance(weight_link, MeshLink), "processes have meshes of their own"
     assert isinstance(batch_link, MeshLink), "processes have meshes of their own"
