@@ -30,10 +30,10 @@ SAMPLE_COUNT = 4
 class NoBatch(Diverged):
     """Error of a batch that cannot be made."""
 
-    def __init__(self, message: str, samples: list[dict[str, Any]]) -> None:
+    def __init__(self, message: str, batch: int, samples: list[dict[str, Any]]) -> None:
         super().__init__(message)
-        # No batch has a record to keep them in.
-        self.samples = samples
+        # No record of a batch keeps the samples.
+        self.batch, self.samples = batch, samples
 
 
 class BatchMaker:
@@ -88,7 +88,7 @@ class BatchMaker:
                 )
             except Diverged as error:
                 # The message refers to these samples.
-                raise NoBatch(str(error), scoring.samples[:SAMPLE_COUNT]) from error
+                raise NoBatch(str(error), batch, scoring.samples[:SAMPLE_COUNT]) from error
         if scored is None:
             return None
         is_evaluated = batch % self._config.eval.every == 0

@@ -128,7 +128,7 @@ class Loop:
             batch = host.batches.maker.add_rollout(run.generation, run.next_batch, rollout, metrics)
         except Diverged as error:
             if isinstance(error, NoBatch):
-                host.reporter.write_samples(run.next_batch, error.samples)
+                host.reporter.write_samples(error.batch, error.samples)
             # Saved, since it is the reward that failed, not the weights.
             host.saver.save(run)
             raise

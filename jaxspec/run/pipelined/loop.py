@@ -49,7 +49,7 @@ class PipelinedLoop:
         try:
             return self._learn_batches(run, queue)
         except NoBatch as error:
-            self._host.reporter.write_samples(run.next_batch, error.samples)
+            self._host.reporter.write_samples(error.batch, error.samples)
             raise
         finally:
             try:
