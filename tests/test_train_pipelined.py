@@ -192,10 +192,16 @@ def test_the_end_of_either_side_ends_both_and_changes_nothing(
 ) -> None:
     rng, workdir = random.Random(processes), tmp_path / "killed"
     settings = APART | {"generation__devices": processes // 2, "schedule__lag": 1}
+    file = workdir / "metrics.jsonl"
     for members, number in ends:
-        before = len(lines(workdir))
+        began, count = time.time(), min(len(lines(workdir)) + 2, 6)
         job = launch_job(cache, workdir, processes, **settings)
-        job[0].wait_until(lambda before=before: len(lines(workdir)) >= min(before + 2, 6))
+        # The file is written again as soon as the run goes on.
+        job[0].wait_until(
+            lambda began=began, count=count: (
+                len(lines(workdir)) >= count and file.stat().st_mtime > began
+            )
+        )
         time.sleep(rng.random() * 0.3)
         statuses = end_job(job, members, number)
         if number == signal.SIGTERM:
