@@ -15,6 +15,7 @@ from jaxspec.compiled.hardware import HARDWARE
 from jaxspec.config.from_checkpoint import resolve_from_local_files
 from jaxspec.config.presets import QWEN3_8B, QWEN3_235B_A22B, spec_without_checkpoint
 from jaxspec.host import job
+from jaxspec.host.check_report import CheckResult
 from jaxspec.host.job import run_without_saving
 from jaxspec.inputs.checked import ConfigError
 from tests.bad_inputs.programs import assert_one_line, ended, trained
@@ -57,7 +58,9 @@ def small() -> dict[str, Any]:
     )
     config, _ = load(*words)
     with check.disable_cache():
-        return check.result_to_json("small", check.check_run(config, options))
+        result = check.check_run(config, options)
+    assert isinstance(result, CheckResult)
+    return check.result_to_json("small", result)
 
 
 class TestByHand:

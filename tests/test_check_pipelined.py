@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec import check
+from jaxspec.host.check_report import SidesResult
 from tests.config.command_line import load
 from tests.test_check import (
     EMBED,
@@ -38,7 +39,9 @@ def both(without_plugin: None) -> dict[str, Any]:  # noqa: F811
     )
     config, _ = load(*words)
     with check.disable_cache():
-        return check.sides_to_json("both", check.check_run(config, options))
+        result = check.check_run(config, options)
+    assert isinstance(result, SidesResult)
+    return check.sides_to_json("both", result)
 
 
 def test_each_side_has_its_own_memory_and_work(both: dict[str, Any]) -> None:

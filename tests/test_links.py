@@ -46,11 +46,13 @@ def test_arrays_arrive_as_they_left_and_each_element_once(
     devices, first = jax.devices(), math.prod(source)
     meshes = make_mesh(*source, devices=devices), make_mesh(*target, devices=devices[first:])
     random = np.random.default_rng(0)
-    arrays = {str(i): random.normal(size=case[0]) for i, case in enumerate(cases)}
+    arrays: dict[str, np.ndarray] = {
+        str(i): random.normal(size=shape) for i, (shape, *_) in enumerate(cases)
+    }
     arrays["flag"] = random.normal(size=4) > 0
     layouts = [
         {"flag": NamedSharding(mesh, P())}
-        | {str(i): NamedSharding(mesh, case[side + 1]) for i, case in enumerate(cases)}
+        | {str(i): NamedSharding(mesh, specs[side]) for i, (_, *specs) in enumerate(cases)}
         for side, mesh in enumerate(meshes)
     ]
     tree = jax.device_put(arrays, layouts[0])
@@ -64,7 +66,7 @@ def test_arrays_arrive_as_they_left_and_each_element_once(
             np.asarray(arrived[name]), np.asarray(tree[name]), strict=True
         )
         assert arrived[name].sharding == layouts[1][name], array
-    text = pack.as_text() + unpack.as_text()
+    text = f"{pack.as_text()}{unpack.as_text()}"
     assert [name for name in KINDS if f" {name}" in text] == []
     # Replicated arrays travel to every device that holds a copy.
     sizes = {name: leaf.nbytes for name, leaf in tree.items()}

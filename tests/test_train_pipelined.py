@@ -4,6 +4,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.runs import Process, assert_same, final_arrays, launch, launch_job, lines, weights
 
 STEPS = 8
-APART: dict[str, object] = {
+APART: dict[str, Any] = {
     "schedule__kind": "pipelined",
     "schedule__slice_rounds": 2,
     "generation__devices": 1,
@@ -106,7 +107,7 @@ def test_splits_of_the_devices_change_only_rounding(
     ],
 )
 def test_other_settings_work_with_a_lag(
-    cache: Path, tmp_path: Path, changes: dict[str, object]
+    cache: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     for name, placement, devices in (("apart", APART, 2), ("turns", IN_TURN, 1)):
         settings = placement | {"schedule__lag": 2, "steps": 4} | changes
