@@ -17,7 +17,8 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -94,15 +95,14 @@ def main(argv: Sequence[str]) -> int:
     with disable_cache():
         result = check_run(config, options)
     if isinstance(result, SidesResult):
-        report = sides_to_json(name, result) if options.json else None
-        if report is None:
+        if options.json:
+            print(json.dumps(sides_to_json(name, result)))
+        else:
             print_sides(name, result, Screen())
+    elif options.json:
+        print(json.dumps(result_to_json(name, result)))
     else:
-        report = result_to_json(name, result) if options.json else None
-        if report is None:
-            print_report(name, result, Screen())
-    if report is not None:
-        print(json.dumps(report))
+        print_report(name, result, Screen())
     return 1 if result.reason else 0
 
 
@@ -219,35 +219,19 @@ def compile_step(
     heartbeat: Heartbeat,
 ) -> CheckResult:
     """Compiles the step and analyzes the program."""
-    prompts, mesh = config.batch.prompts, step.learner.mesh
-    seconds: list[float] = []
+    prompts = config.batch.prompts
+    log.print_line(
+        f"compiling the step for {step.learner.mesh.size} x {target.label}; this takes minutes"
+    )
 
-    def compile_runner(step: Step) -> StepSchedule:
-        log.print_line(f"compiling the step for {mesh.size} x {target.label}; this takes minutes")
-        heartbeat.start_activity("tracing the step")
-        start_time = time.perf_counter()
-        runner = compile_fused_schedule(step, prompts, heartbeat.print_line)
-        seconds.append(time.perf_counter() - start_time)
-        heartbeat.start_activity("reading the compiled program")
-        log.print_line(f"compiled in {seconds[-1]:.0f} s")
-        return runner
+    def compile_fused(step: Step) -> StepSchedule:
+        return compile_fused_schedule(step, prompts, heartbeat.print_line)
 
-    reason = ""
-    # Temporaries of a CPU program differ from those of a GPU, so they cannot exceed a limit here.
-    limit = sys.maxsize if target.virtual else target.memory_limit
-    try:
-        fit = fit_step(step, prompts, compile_runner, automatic_sizes(config, mesh), limit)
-    except DoesNotFit as error:
-        fit, reason = error.smallest, str(error)
-    fit = dataclasses.replace(fit, limit=target.memory_limit)
-    if target.virtual and not reason:
-        reason = _overflow_reason(fit)
-    expected = program_expectations(fit, config)
-    if target.virtual:  # a CPU program copies keys to another layout, and has no paged kernel
-        expected = expected._replace(layer_cache_bytes=0, is_paged=False)
-    analysis = findings.analyze_step(fit.compiled.programs["step"].as_text(), expected, target.card)
-    warnings = [*log.resharding_messages, *analysis.warnings]
-    return CheckResult(config, target, unchecked, fit, reason, analysis, warnings, seconds)
+    fit, reason, seconds = _fit_target(config, step, target, compile_fused, log, heartbeat)
+    program = fit.compiled.programs["step"]
+    result = _analyze_program(config, target, fit, reason, program)
+    warnings = [*log.resharding_messages, *result.warnings]
+    return result._replace(unchecked=unchecked, warnings=warnings, seconds=seconds)
 
 
 def compile_sides(
@@ -260,26 +244,15 @@ def compile_sides(
 ) -> SidesResult:
     """Compiles a program for each side of a pipelined run, and analyzes both."""
     prompts, sides = config.batch.prompts, (step.learner.mesh, step.generator.mesh)
-    seconds: list[float] = []
+    log.print_line(
+        f"compiling learning for {sides[0].size} and generation for {sides[1].size} x"
+        f" {target.label}; this takes minutes"
+    )
 
-    def compile_runner(step: Step) -> SidePrograms:
-        log.print_line(
-            f"compiling learning for {sides[0].size} and generation for {sides[1].size} x"
-            f" {target.label}; this takes minutes"
-        )
-        heartbeat.start_activity("tracing both sides")
-        start_time = time.perf_counter()
-        programs = compile_side_programs(step, prompts, heartbeat.print_line)
-        seconds.append(time.perf_counter() - start_time)
-        log.print_line(f"compiled in {seconds[-1]:.0f} s")
-        return programs
+    def compile_both(step: Step) -> SidePrograms:
+        return compile_side_programs(step, prompts, heartbeat.print_line)
 
-    reason = ""
-    limit = sys.maxsize if target.virtual else target.memory_limit
-    try:
-        fit = fit_step(step, prompts, compile_runner, automatic_sizes(config, sides[1]), limit)
-    except DoesNotFit as error:
-        fit, reason = error.smallest, str(error)
+    fit, reason, seconds = _fit_target(config, step, target, compile_both, log, heartbeat)
     uses = memory.list_side_uses(fit.step, prompts, fit.compiled.programs)
     results = []
     for mesh, side_uses, program in zip(sides, uses, fit.compiled.programs.values(), strict=True):
@@ -289,21 +262,61 @@ def compile_sides(
             learner=dataclasses.replace(fit.step.learner, mesh=mesh),
             generator=dataclasses.replace(fit.step.generator, mesh=mesh),
         )
-        side_fit = FittedStep(side_step, fit.compiled, side_uses, target.memory_limit)
-        overflow = _overflow_reason(side_fit) if target.virtual and not reason else reason
-        expected = program_expectations(side_fit, config)
-        if target.virtual:
-            expected = expected._replace(layer_cache_bytes=0, is_paged=False)
-        analysis = findings.analyze_step(program.as_text(), expected, target.card)
+        side_fit = dataclasses.replace(fit, step=side_step, memory_uses=side_uses)
         side_target = target._replace(devices=[*mesh.devices.flat])
-        warnings = [*(log.resharding_messages if not results else ()), *analysis.warnings]
-        results.append(
-            CheckResult(
-                config, side_target, unchecked, side_fit, overflow, analysis, warnings, seconds
-            )
-        )
+        result = _analyze_program(config, side_target, side_fit, reason, program)
+        results.append(result._replace(unchecked=unchecked, seconds=seconds))
     learner, generator = results
+    # Messages of the compiler do not tell to which program they belong.
+    learner = learner._replace(warnings=[*log.resharding_messages, *learner.warnings])
     return SidesResult(learner, generator, fit.compiled.weight_bytes, fit.compiled.batch_bytes)
+
+
+def _fit_target(
+    config: ResolvedConfig,
+    step: Step,
+    target: StepTarget,
+    compile_programs: Callable[[Step], Any],
+    log: StderrCapture,
+    heartbeat: Heartbeat,
+) -> tuple[FittedStep[Any], str, list[float]]:
+    """Compiles programs that fit the target.
+
+    Returns the step with its programs, the reason why it does not fit or an empty text, and the
+    seconds of each attempt.
+    """
+    seconds: list[float] = []
+
+    def compile_timed(step: Step) -> Any:
+        heartbeat.start_activity("tracing the step")
+        start_time = time.perf_counter()
+        programs = compile_programs(step)
+        seconds.append(time.perf_counter() - start_time)
+        heartbeat.start_activity("reading the compiled program")
+        log.print_line(f"compiled in {seconds[-1]:.0f} s")
+        return programs
+
+    reason, auto = "", automatic_sizes(config, step.generator.mesh)
+    # Temporaries of a CPU program differ from those of a GPU, so they cannot exceed a limit here.
+    limit = sys.maxsize if target.virtual else target.memory_limit
+    try:
+        fit = fit_step(step, config.batch.prompts, compile_timed, auto, limit)
+    except DoesNotFit as error:
+        fit, reason = error.smallest, str(error)
+    return dataclasses.replace(fit, limit=target.memory_limit), reason, seconds
+
+
+def _analyze_program(
+    config: ResolvedConfig, target: StepTarget, fit: FittedStep, reason: str, program: Any
+) -> CheckResult:
+    """Analyzes a compiled program. `reason` is that of `_fit_target`."""
+    if target.virtual and not reason:
+        reason = _overflow_reason(fit)
+    expected = program_expectations(fit, config)
+    if target.virtual:  # a CPU program copies keys to another layout, and has no paged kernel
+        expected = expected._replace(layer_cache_bytes=0, is_paged=False)
+    analysis = findings.analyze_step(program.as_text(), expected, target.card)
+    return CheckResult(config, target, [], fit, reason, analysis, analysis.warnings, [])
 
 
 def _overflow_reason(fit: FittedStep) -> str:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,18 @@ def launch_job(
         log = cache / f"{time.monotonic_ns()}.log"
         started.append(Process(arguments, environment(cache, devices) | place, log))
     return started
+
+
+def run_members(script: str, count: int, port: int) -> None:
+    """Runs a script in several processes, with the number of each and a port. All must end well."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    members = [
+        Program([*command, str(number), str(port)], stderr=subprocess.PIPE, text=True)
+        for number in range(count)
+    ]
+    for member in members:
+        _, told = member.communicate(timeout=120)
+        assert member.returncode == 0, told
 
 
 def lines(workdir: Path) -> list[dict]:

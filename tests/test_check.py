@@ -50,15 +50,18 @@ def without_plugin() -> Iterator[None]:
         yield
 
 
+def checked(argv: list[str]) -> Any:
+    """The result of checking a command line."""
+    options, words = check.parse_options(argv)
+    config, _ = load(*words)
+    with check.disable_cache():
+        return check.check_run(config, options)
+
+
 @pytest.fixture(scope="module")
 def small() -> dict[str, Any]:
     """What is said of a small model on 8 devices, as JSON."""
-    options, words = check.parse_options(
-        [*RUN, *MESH, "--devices", "8", "--hardware", "h200", "--json"]
-    )
-    config, _ = load(*words)
-    with check.disable_cache():
-        result = check.check_run(config, options)
+    result = checked([*RUN, *MESH, "--devices", "8", "--hardware", "h200"])
     assert isinstance(result, CheckResult)
     return check.result_to_json("small", result)
 

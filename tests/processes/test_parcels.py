@@ -1,11 +1,7 @@
 """What a process sends to others is what they get, and nothing is left on its way."""
 
-import subprocess
-import sys
-import textwrap
-
 from tests.conftest import free_port
-from tests.fork_server import Program
+from tests.runs import run_members
 
 SCRIPT = """
 import sys
@@ -33,11 +29,4 @@ assert not global_state.client.key_value_dir_get_bytes("jaxspec/")
 
 
 def test_parcels_reach_whom_they_are_for() -> None:
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    port = str(free_port())
-    started = [
-        Program([*command, str(me), port], stderr=subprocess.PIPE, text=True) for me in range(3)
-    ]
-    for each in started:
-        _, told = each.communicate(timeout=120)
-        assert each.returncode == 0, told
+    run_members(SCRIPT, 3, free_port())
