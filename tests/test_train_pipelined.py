@@ -49,7 +49,7 @@ def assert_close(workdir: Path, other: Path) -> None:
 
 
 def assert_accounts_close(workdir: Path) -> None:
-    """Every second of a step has a purpose."""
+    """Every purpose that seconds are charged to is a metric (`test_an_account_...` has the clock)."""
     learner = ("train", "exposed_generation", "swap", "plan", "other")
     generator = ("idle_generate", "prepare", "data", "generate", "reward", "send")
     for line in lines(workdir):
