@@ -49,7 +49,7 @@ def assert_close(workdir: Path, other: Path) -> None:
 
 
 def assert_accounts_close(workdir: Path) -> None:
-    """Every purpose of seconds is a metric. Sums are compared with a clock in tests of `Account`."""
+    """Every purpose of seconds is a metric. Tests of `Account` compare sums with a clock."""
     learner = ("train", "exposed_generation", "swap", "plan", "other")
     generator = ("idle_generate", "prepare", "data", "generate", "reward", "send")
     for line in lines(workdir):
