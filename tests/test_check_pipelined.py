@@ -23,6 +23,8 @@ from tests.test_check import (
     without_plugin,  # noqa: F401  # a fixture of this file too
 )
 
+pytestmark = pytest.mark.slow
+
 SIDES = [
     *"--schedule.kind pipelined --schedule.lag 2 --generation.devices 2".split(),  # noqa: SIM905
     *"--mesh.shard_above 0 --mesh.data 4".split(),  # noqa: SIM905
@@ -72,7 +74,6 @@ def test_each_weight_travels_once_in_the_type_of_generation(both: dict[str, Any]
     assert both["transfer_seconds"] == pytest.approx(both["weight_bytes"] / 2 / 450e9, rel=0.01)
 
 
-@pytest.mark.slow
 def test_the_report_has_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = told([*RUN, *SIDES, "--devices", "6", "--hardware", "h200"], capsys)
     assert status == 0

@@ -202,7 +202,8 @@ def test_a_batch_is_filled_with_groups_whose_rewards_differ(tmp_path: Path, surp
     assert lines[0]["rollout/acceptance_length"] == 2
 
 
-@pytest.mark.parametrize("stop_at", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_at", [3, 5])
 def test_a_stop_while_a_batch_is_filled_loses_no_group(tmp_path: Path, stop_at: int) -> None:
     """Before each rollout in turn, twice in one batch too: what is learnt is the same."""
     job = job_of(surplus="carry")

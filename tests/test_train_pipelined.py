@@ -79,6 +79,7 @@ def test_without_a_lag_it_is_the_fused_run(cache: Path, tmp_path: Path) -> None:
     assert_accounts_close(tmp_path / "apart")
 
 
+@pytest.mark.slow
 def test_rows_lag_by_exactly_so_many_updates(lag_1: Path) -> None:
     assert [line["learner/lag"] for line in lines(lag_1)] == [min(n, 1) for n in range(STEPS)]
     assert_accounts_close(lag_1)
