@@ -85,8 +85,10 @@ def test_rows_lag_by_exactly_so_many_updates(lag_1: Path) -> None:
     assert_accounts_close(lag_1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "lag",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.sweep)],
+)
 @pytest.mark.parametrize("devices", [(2, 2), (3, 1), (1, 2)])
 def test_splits_of_the_devices_change_only_rounding(
     cache: Path, tmp_path: Path, lag: int, devices: tuple[int, int]
@@ -117,8 +119,9 @@ def test_other_settings_work_with_a_lag(
     assert [line["learner/lag"] for line in lines(tmp_path / "apart")] == [0, 1, 2, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.sweep)]
+)
 def test_kills_and_stops_change_nothing(
     cache: Path, lag_1: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -179,13 +182,18 @@ def end_job(processes: list[Process], members: tuple[int, ...], number: int) -> 
     return statuses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "ends"),
     [
-        (2, [((1,), signal.SIGKILL), ((0,), signal.SIGTERM), ((1,), signal.SIGTERM)]),
+        pytest.param(
+            *(2, [((1,), signal.SIGKILL), ((0,), signal.SIGTERM), ((1,), signal.SIGTERM)]),
+            marks=pytest.mark.slow,
+        ),
         # Of two learners and two generators, as a scheduler ends them.
-        (4, [((0, 1, 2, 3), signal.SIGTERM), ((2,), signal.SIGKILL)]),
+        pytest.param(
+            *(4, [((0, 1, 2, 3), signal.SIGTERM), ((2,), signal.SIGKILL)]),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, [((0,), signal.SIGKILL)] * 3, marks=pytest.mark.sweep),
     ],
 )
