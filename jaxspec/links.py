@@ -3,7 +3,7 @@
 Learner and generator may have different devices and layouts. A plan cuts every array into pieces,
 so that each piece lies inside one source shard and one target shard. One program on the source mesh
 slices the pieces, each piece is copied from one device to another, and one program on the target
-mesh joins them. Neither program communicates.
+mesh joins them. Neither program communicates, unless the link spreads arrays on the target mesh.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.mesh import entry_axes
 from jaxspec.state import PyTree
 
 Packed = list[list[jax.Array]]
@@ -50,6 +51,16 @@ class ArrayPlan:
     dtype: Any
     source: NamedSharding
     target: NamedSharding
+    spreads: bool = False
+    """Whether only one copy of every target shard is sent, and the target mesh spreads it."""
+
+    @property
+    def spread_axes(self) -> tuple[str, ...]:
+        """Axes of the target mesh over which the array is spread."""
+        used_axes = {axis for entry in self.target.spec for axis in entry_axes(entry)}
+        sizes = self.target.mesh.shape
+        free_axes = [axis for axis in sizes if axis not in used_axes and sizes[axis] > 1]
+        return tuple(free_axes) if self.spreads else ()
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
@@ -83,13 +94,24 @@ class ArrayPlan:
 
     @cached_property
     def copies(self) -> list[Copy]:
-        """Copies that move the array. Each target device gets every piece of its shard once."""
+        """Copies that move the array.
+
+        Each target device gets every piece of its shard once, or one of its replicas does.
+        """
         senders: dict[_Cell, list[tuple[Any, int]]] = {}
         for device, cells in self.list_cells(self.source).items():
             for slot, cell in enumerate(cells):
                 senders.setdefault(cell, []).append((device, slot))
         copies = []
-        for device, cells in self.list_cells(self.target).items():
+        receivers: dict[_Cell, list[Any]] = {}
+        cells_by_device = self.list_cells(self.target)
+        for device, cells in cells_by_device.items():
+            receivers.setdefault(cells[0], []).append(device)
+        for device, cells in cells_by_device.items():
+            replicas = receivers[cells[0]]
+            # Arrays take turns, so that no device receives all of them.
+            if self.spreads and device != replicas[self.number % len(replicas)]:
+                continue
             for slot, cell in enumerate(cells):
                 # Replicas of a piece take turns, so that no device sends all of them.
                 replicas = senders[cell]
@@ -134,15 +156,16 @@ class Link(Protocol):
         ...
 
 
-def open_link(source: PyTree, target: PyTree) -> Link:
+def open_link(source: PyTree, target: PyTree, spreads: bool = False) -> Link:
     """Opens a link for trees like `source`, which become trees like `target`.
 
     Args:
       source: shapes, dtypes and shardings of the arrays. All have one mesh.
       target: the same shapes and dtypes with the new shardings.
+      spreads: as in `MeshLink`.
     """
     source_mesh, target_mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (source, target))
-    return SameMesh(source) if source_mesh == target_mesh else MeshLink(source, target)
+    return SameMesh(source) if source_mesh == target_mesh else MeshLink(source, target, spreads)
 
 
 class SameMesh:
@@ -173,15 +196,20 @@ class MeshLink:
     Args:
       source: shapes, dtypes and shardings of the arrays. All have one mesh.
       target: the same shapes and dtypes with the new shardings, on another mesh.
+      spreads: whether every element of an array of real numbers travels once. `unpack` then
+        communicates, where the target has several copies of an element.
     """
 
-    def __init__(self, source: PyTree, target: PyTree) -> None:
+    def __init__(self, source: PyTree, target: PyTree, spreads: bool = False) -> None:
         self._leaves, self._structure = jax.tree.flatten(target)
         # An array without elements has nothing to copy, and is made on the target mesh.
         self._is_empty = [leaf.size == 0 for leaf in self._leaves]
         layouts = zip(jax.tree.leaves(source), self._leaves, strict=True)
         self.plans = [
-            ArrayPlan(number, leaf.shape, leaf.dtype, leaf.sharding, target_leaf.sharding)
+            ArrayPlan(
+                *(number, leaf.shape, leaf.dtype, leaf.sharding, target_leaf.sharding),
+                spreads=spreads and jnp.issubdtype(leaf.dtype, jnp.floating),
+            )
             for number, (leaf, target_leaf) in enumerate(pair for pair in layouts if pair[0].size)
         ]
         self.source_layout = [_describe_pieces(plan, plan.source) for plan in self.plans]
@@ -201,7 +229,7 @@ class MeshLink:
         return [_slice_pieces(plan, leaf) for plan, leaf in zip(self.plans, leaves, strict=True)]
 
     def unpack(self, packed: Packed) -> PyTree:
-        """Joins pieces on the target mesh, without communication."""
+        """Joins pieces on the target mesh, and spreads them where the link does so."""
         arrays = iter(
             [_join_pieces(plan, pieces) for plan, pieces in zip(self.plans, packed, strict=True)]
         )
@@ -244,16 +272,23 @@ class MeshLink:
 
         In each process, `copies` are those to its own devices.
         """
-        received: dict[tuple[int, int], list[jax.Array]] = {}
+        received: dict[tuple[int, int], dict[Any, jax.Array]] = {}
         for copy, piece in zip(copies, pieces, strict=True):
-            received.setdefault((copy.array, copy.target_slot), []).append(piece)
-        return [
-            [
-                jax.make_array_from_single_device_arrays(
-                    leaf.shape, leaf.sharding, received[array, slot]
-                )
-                for slot, leaf in enumerate(layout)
+            received.setdefault((copy.array, copy.target_slot), {})[copy.target_device] = piece
+
+        def place(array: int, slot: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            arrived = received.get((array, slot), {})
+            local_pieces = [
+                # Zeros add nothing when the piece of another replica is spread.
+                arrived[device]
+                if device in arrived
+                else jnp.zeros((1, *leaf.shape[1:]), leaf.dtype, device=device)
+                for device in leaf.sharding.addressable_devices
             ]
+            return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, local_pieces)
+
+        return [
+            [place(array, slot, leaf) for slot, leaf in enumerate(layout)]
             for array, layout in enumerate(self.target_layout)
         ]
 
@@ -302,7 +337,7 @@ def _join_pieces(plan: ArrayPlan, pieces: Sequence[jax.Array]) -> jax.Array:
                 jnp.concatenate(blocks[first : first + count], axis) if count > 1 else blocks[first]
                 for first in range(0, len(blocks), count)
             ]
-        return blocks[0]
+        return jax.lax.psum(blocks[0], plan.spread_axes) if plan.spread_axes else blocks[0]
 
     mesh = plan.target.mesh
     return _map_shards(mesh, join_shard, P(mesh.axis_names), plan.target.spec)(list(pieces))

@@ -20,6 +20,7 @@ from jaxspec.data.problems import ProblemSets, describe_problems, load_sets
 from jaxspec.data.scoring import make_scorers, try_scorers
 from jaxspec.host import starts
 from jaxspec.host import workdir as workdirs
+from jaxspec.host.comparison import SpeedComparison, compare_decoding
 from jaxspec.host.job import Job, run_program
 from jaxspec.host.prompts import PromptSource
 from jaxspec.inputs.checked import ConfigError
@@ -27,7 +28,7 @@ from jaxspec.metrics.files import MetricsWriter
 from jaxspec.processes.roles import join_side
 from jaxspec.rewards.scorer import SetScorers
 from jaxspec.run.batches import BatchSource, make_batch_source
-from jaxspec.run.closing import close_run
+from jaxspec.run.closing import close_run, compares_with_plain
 from jaxspec.run.compiling import Schedule, compile_schedule, make_answer_methods, open_loop
 from jaxspec.run.evaluations import Evaluations, open_evaluations
 from jaxspec.run.loop import Host
@@ -36,13 +37,14 @@ from jaxspec.run.pipelined.programs import PipelinedSchedule
 from jaxspec.run.pipelined.remote import post_status, run_generator
 from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.start import (
-    adapt_filling,
     adapt_run,
+    adapt_to_schedule,
     empty_history,
     read_offline_text,
     start_run,
 )
 from jaxspec.run.state import CheckpointSaver, RunState, restore_run
+from jaxspec.state import PyTree
 from jaxspec.storage.checkpoint import Checkpoints
 from jaxspec.system.interrupt import Interrupt
 from jaxspec.system.progress import Progress
@@ -93,7 +95,7 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                     " choose another --workdir"
                 )
                 source = PromptSource(sets, job.step.generator, prompts, pad_id, run.history)
-                return close_run(config, job.step, source, run, workdir, job.say)
+                return close_run(config, job.step, source, run, workdir, job.say, has_run=False)
             else:
                 job.say(f"resuming {config.workdir} at batch {run.next_batch}")
             # What does not fit is refused before any weights are trained.
@@ -111,7 +113,7 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 for batch in run.queue:
                     batch.rollout = batches.planner.plan(batch.rollout)
                 adapt_run(job.step, run, batches.prompts, schedule.restart_timing, job.say)
-            adapt_filling(run, batches, config.schedule.kind == "pipelined")
+            adapt_to_schedule(config, run, batches)
             job.say(f"batch {run.next_batch} of {config.steps} is next")
             # Last, so that a start that fails leaves no record.
             starts.record_start(job.config, workdir, start_record)
@@ -135,7 +137,13 @@ def run_generation(
                 open_evaluations(job, batches, scorers, methods, workdir)
             )
         side = GenerationSide(job.config, schedule, batches, evaluations)
-        return run_generator(side, schedule, evaluations, job.config.steps, interrupt)
+
+        def compare(published: PyTree, generated: int) -> SpeedComparison:
+            prompts = batches.prompts.place_comparison(generated - 1)
+            return compare_decoding(job.step, schedule.load(published), prompts)
+
+        comparer = compare if compares_with_plain(job.config, job.step) else None
+        return run_generator(side, schedule, evaluations, job.config.steps, interrupt, comparer)
 
 
 def _load_problems(

@@ -36,12 +36,14 @@ def abstract(arrays: dict[str, Any], shardings: dict[str, NamedSharding]) -> dic
         ((1,), (3,), [((6, 3), P(), P(ROWS)), ((3, 6), P(), P(None, ROWS))]),
         # Neither count divides the other, so shards are cut into pieces.
         ((3,), (2,), [((6, 4), P(ROWS), P(ROWS)), ((12, 6), P(ROWS), P(None, ROWS))]),
+        ((2,), (2, 2), [((6, 4), P(ROWS), P("tensor")), ((5, 3), P(), P())]),
         ((2, 2), (2, 2), [((8, 4), P(ROWS, "tensor"), P("tensor", ROWS))]),
         ((1, 2, 2), (4,), [((4, 8, 4), P("expert", None, "tensor"), P(None, ROWS))]),
     ],
 )
+@pytest.mark.parametrize("spreads", [False, True])
 def test_arrays_arrive_as_they_left_and_each_element_once(
-    source: tuple[int, ...], target: tuple[int, ...], cases: list[Case]
+    source: tuple[int, ...], target: tuple[int, ...], cases: list[Case], spreads: bool
 ) -> None:
     devices, first = jax.devices(), math.prod(source)
     meshes = make_mesh(*source, devices=devices), make_mesh(*target, devices=devices[first:])
@@ -56,7 +58,7 @@ def test_arrays_arrive_as_they_left_and_each_element_once(
         for side, mesh in enumerate(meshes)
     ]
     tree = jax.device_put(arrays, layouts[0])
-    link = open_link(abstract(tree, layouts[0]), abstract(tree, layouts[1]))
+    link = open_link(abstract(tree, layouts[0]), abstract(tree, layouts[1]), spreads)
     assert isinstance(link, MeshLink)
     pack = jax.jit(link.pack).lower(tree).compile()
     unpack = jax.jit(link.unpack, out_shardings=layouts[1]).lower(link.target_layout).compile()
@@ -66,15 +68,21 @@ def test_arrays_arrive_as_they_left_and_each_element_once(
             np.asarray(arrived[name]), np.asarray(tree[name]), strict=True
         )
         assert arrived[name].sharding == layouts[1][name], array
-    text = f"{pack.as_text()}{unpack.as_text()}"
-    assert [name for name in KINDS if f" {name}" in text] == []
-    # Replicated arrays travel to every device that holds a copy.
-    sizes = {name: leaf.nbytes for name, leaf in tree.items()}
-    copies = {name: len(arrived[name].sharding.device_set) for name in tree}
-    is_split = {name: not arrived[name].sharding.is_fully_replicated for name in tree}
+    # What is not split travels to every device that holds a copy, or is spread there.
+    replicas = {
+        name: leaf.sharding.num_devices // len({str(index) for index in indices})
+        for name, leaf in arrived.items()
+        for indices in [leaf.sharding.devices_indices_map(leaf.shape).values()]
+    }
+    spread = {
+        name: spreads and count > 1 and tree[name].dtype != bool for name, count in replicas.items()
+    }
     assert link.bytes == sum(
-        size * (1 if is_split[name] else copies[name]) for name, size in sizes.items()
+        leaf.nbytes * (1 if spread[name] else replicas[name]) for name, leaf in tree.items()
     )
+    assert [name for name in KINDS if f" {name}" in pack.as_text()] == []
+    has_collectives = any(f" {name}" in unpack.as_text() for name in KINDS)
+    assert has_collectives == any(spread[name] for name in tree if tree[name].size)
 
 
 def test_replicas_take_turns_to_send() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.run.batches import SAMPLE_COUNT
 from tests.runs import Process, assert_same, final_arrays, launch, launch_job, lines, weights
 
 STEPS = 8
@@ -98,12 +99,12 @@ def test_rows_lag_by_exactly_so_many_updates(lag_1: Path) -> None:
     "lag",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.sweep)],
 )
-@pytest.mark.parametrize("devices", [(2, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize("devices", [(2, 2), (3, 1), (1, 2), (1, 3)])
 def test_splits_of_the_devices_change_only_rounding(
     cache: Path, tmp_path: Path, lag: int, devices: tuple[int, int]
 ) -> None:
     learners, generators = devices
-    prompts = {"batch__prompts": 12} if learners == 3 else {}
+    prompts = {"batch__prompts": 12} if 3 in devices else {}
     launch(cache, tmp_path / "turns", 1, **IN_TURN, schedule__lag=lag, **prompts).finish()
     split = APART | {"generation__devices": generators, "schedule__lag": lag}
     launch(cache, tmp_path / "apart", learners + generators, **split, **prompts).finish()
@@ -159,9 +160,16 @@ def assert_same_run(workdir: Path, other: Path) -> None:
 def test_a_process_for_each_side_gives_the_very_run_of_one_process(
     cache: Path, lag_1: Path, tmp_path: Path
 ) -> None:
-    for said in (f"rl {STEPS}/{STEPS}", f"has all {STEPS} batches already"):
-        learner, generator = launch_job(cache, tmp_path / "two", 2, **APART, schedule__lag=1)
-        assert said in learner.finish()
+    settings = APART | {"schedule__lag": 1, "no_compare_plain": False}
+    for said, compared in (
+        (f"rl {STEPS}/{STEPS}", "target passes a sequence"),
+        (f"has all {STEPS} batches already", "decoding is compared only as a run ends"),
+    ):
+        learner, generator = launch_job(cache, tmp_path / "two", 2, **settings)
+        output = learner.finish()
+        assert said in output
+        assert compared in output
+        assert ("without drafts" in output) == (compared == "target passes a sequence")
         generator.finish()
         assert_same_run(tmp_path / "two", lag_1)
         assert_accounts_close(tmp_path / "two")
@@ -232,6 +240,41 @@ def test_the_end_of_either_side_ends_both_and_changes_nothing(
         assert_same_run(workdir, long_lag_1)
     else:
         assert_close(workdir, long_lag_1)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_processes(
+    cache: Path, long_lag_1: Path, tmp_path: Path
+) -> None:
+    """From one of each side over two of each to a single one, which has the devices of both."""
+    workdir = tmp_path / "moved"
+    for processes, count in ((2, 3), (4, 8)):
+        job = launch_job(
+            cache, workdir, processes, **LONG | {"generation__devices": processes // 2}
+        )
+        job[0].wait_until(lambda count=count: len(lines(workdir)) >= count)
+        assert end_job(job, (0,), signal.SIGTERM) == [128 + signal.SIGTERM] * processes
+    assert "resuming" in launch(cache, workdir, 2, **LONG).finish()
+    assert_close(workdir, long_lag_1)
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_made_ends_both_sides_with_words(
+    cache: Path, tmp_path: Path
+) -> None:
+    """Answers that are all the same earn the same reward."""
+    settings = APART | {
+        "schedule__lag": 1,
+        "dynamic_sampling__max_batches": 2,
+        "rollout__temperature": 0.001,
+    }
+    learner, generator = launch_job(cache, tmp_path / "run", 2, **settings)
+    assert learner.handle.wait(timeout=300) == generator.handle.wait(timeout=60) == 1
+    output = learner.log.read_text()
+    assert "dynamic sampling has found no group" in output
+    assert "The same command makes the same rollouts again" in output
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert len(samples) == SAMPLE_COUNT
 
 
 @pytest.mark.slow

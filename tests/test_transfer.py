@@ -1,11 +1,15 @@
 """Weights on their way from the learner to the generator."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.build import build_step
+from jaxspec.host.programs import open_weight_link
+from jaxspec.mesh import make_mesh
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.lora import merge_lora
 from jaxspec.transfer import export_weights, rounding_key
@@ -48,3 +52,26 @@ def test_the_three_phases_give_what_one_program_gives() -> None:
 def test_a_learner_without_a_draft_exports_none() -> None:
     step = build_step(config_of(kind="none"), small_mesh(), STOP, POLICY.vocab)
     assert jax.eval_shape(step.learner.export, start(step).learner).draft is None
+
+
+@pytest.mark.parametrize("generators", [2, 3, 5])
+def test_each_weight_travels_once_whatever_number_of_devices_divides_it(generators: int) -> None:
+    """No weight of this model has a multiple of 3 or 5 in any dimension but its layers."""
+    learner, generator = (
+        build_step(config_of(), make_mesh(count, devices=jax.devices()[first:]), STOP, POLICY.vocab)
+        for first, count in ((0, 2), (2, generators))
+    )
+    step = dataclasses.replace(learner, generator=generator.generator)
+    state = start(step)
+    link = open_weight_link(step, jax.eval_shape(lambda: state))
+    exported = jax.eval_shape(step.export, state)
+    weights, others = [], []
+    for leaf in jax.tree.leaves(exported):
+        is_weight = jnp.issubdtype(leaf.dtype, jnp.floating)
+        (weights if is_weight else others).append(leaf.size * leaf.dtype.itemsize)
+    assert sum(others) < 0.01 * sum(weights)
+    assert link.bytes == sum(weights) + generators * sum(others)
+    # They arrive as they were.
+    packed = jax.jit(lambda state: link.pack(step.export(state)))(state)
+    arrived = jax.jit(link.unpack)(link.move(packed))
+    jax.tree.map(np.testing.assert_array_equal, arrived, step.export(state))

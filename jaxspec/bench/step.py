@@ -26,7 +26,7 @@ from jaxspec.bench.workload import StepOptions
 from jaxspec.config.cli import override_settings
 from jaxspec.config.settings import parse_range
 from jaxspec.host.comparison import compare_decoding
-from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like
+from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like, sync_weights
 from jaxspec.host.round_cost import fill_length_chooser
 from jaxspec.inputs.spec import ModelSpec
 from jaxspec.processes.devices import describe_machine
@@ -239,7 +239,9 @@ def measure_speculation(
     plain_timings = time_calls(plain_stepper, options.repeats, options.budget)
     # Prompts that no step has used, so that the draft has not learned their answers.
     comparison = compare_decoding(
-        step, stepper.state, stepper.encode_prompts(len(stepper.phase_seconds))
+        step,
+        sync_weights(step, stepper.state),
+        stepper.encode_prompts(len(stepper.phase_seconds)),
     )
     generation_speedup = comparison.plain_seconds / comparison.spec_seconds
     return {

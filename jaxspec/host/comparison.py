@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.host.programs import SlicedAnswerer, TimedRollout, sync_weights
+from jaxspec.host.programs import SlicedAnswerer, TimedRollout
 from jaxspec.processes.process_0 import broadcast_table
-from jaxspec.state import Drafter, Prompts, TrainState
+from jaxspec.state import Drafter, Prompts, RolloutWeights
 from jaxspec.step import Step
 
 
@@ -29,7 +29,7 @@ class SpeedComparison(NamedTuple):
 
 
 def compare_decoding(
-    step: Step, state: TrainState, prompts: Prompts, repeats: int = 5, budget: float = 10.0
+    step: Step, weights: RolloutWeights, prompts: Prompts, repeats: int = 5, budget: float = 10.0
 ) -> SpeedComparison:
     """Times generation with and without the draft.
 
@@ -37,19 +37,19 @@ def compare_decoding(
     pairs within about `budget` seconds, but at least one. Times are medians over these pairs. The
     numbers of passes are those of the first pair.
     """
-    rollout_weights = sync_weights(step, state)
     no_draft = Drafter(network=None, factor_index=jnp.zeros((0,), jnp.int32))
     variants = (
-        (step.generator.without_draft(), rollout_weights.replace(drafter=no_draft)),
-        (step.generator, rollout_weights),
+        (step.generator.without_draft(), weights.replace(drafter=no_draft)),
+        (step.generator, weights),
     )
     answerers = [
-        (SlicedAnswerer(generator, weights, prompts), weights) for generator, weights in variants
+        (SlicedAnswerer(generator, own_weights, prompts), own_weights)
+        for generator, own_weights in variants
     ]
 
     def time_pair() -> list[TimedRollout]:
         # Taking turns spreads drifts of the machine's speed over both variants.
-        return [answerer.time_call(weights, prompts) for answerer, weights in answerers]
+        return [answerer.time_call(own_weights, prompts) for answerer, own_weights in answerers]
 
     start_time = time.perf_counter()
     # One pair suffices to count passes: answers to the same prompts differ in length only by

@@ -136,6 +136,9 @@ def _suggest_engine_size(
     )
     if not has_accelerators(step.generator.mesh) or not (engine_sizes.slots or engine_sizes.pages):
         return ""
+    # Processes that only learn have no devices to compile generation for.
+    if not step.shares_devices and set(compiled.programs) <= set(LEARNING_SIDE):
+        return ""
     sizes = _shrink_sizes(step, prompts, compiled, engine_sizes, limit)
     changes = [
         f"--rollout.engine.{name} {size}"

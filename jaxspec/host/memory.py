@@ -93,7 +93,8 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
 def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[MemoryUse]:
     """Lists memory use on each device by owner.
 
-    If learning and generation have devices of their own, lists those of the side that needs more.
+    If learning and generation have devices of their own, lists those of the side that needs more,
+    or of the only side that has `programs`.
     """
     sides = list_side_uses(step, prompts, programs)
     return max(sides, key=lambda uses: sum(use.size for use in uses))
@@ -103,6 +104,8 @@ def list_side_uses(
     step: Step, prompts: int, programs: Mapping[str, Any]
 ) -> tuple[list[MemoryUse], ...]:
     """Lists memory use on each device by owner, of learner and generator or of both together.
+
+    A side without `programs` belongs to other processes, and is left out.
 
     Owners are arrays of the training state, the rollout copy of the weights, the pool of keys and
     values, the batch of dynamic sampling, and temporary buffers of the compiled `programs`. The
@@ -120,11 +123,9 @@ def list_side_uses(
     temporaries = MemoryUse(
         TEMPORARIES, peak_size(learning, state_size), _describe_tokens_remedy(step)
     )
-    sides = (
-        [*usage.training_uses, temporaries],
-        _list_generation_uses(step, prompts, usage, peak_size(generation, 0)),
-    )
-    return tuple([use for use in uses if use.size] for uses in sides)
+    generation_uses = _list_generation_uses(step, prompts, usage, peak_size(generation, 0))
+    sides = ((learning, [*usage.training_uses, temporaries]), (generation, generation_uses))
+    return tuple([use for use in uses if use.size] for own_programs, uses in sides if own_programs)
 
 
 def _describe_tokens_remedy(step: Step) -> str:

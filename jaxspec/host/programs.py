@@ -105,10 +105,10 @@ def open_weight_link(step: Step, state: TrainState) -> Link:
     source = jax.tree.map(abstract_leaf, exported, step.learner.train_layout(exported))
     if step.shares_devices:
         return SameMesh(source)
-    # Weights arrive split over all devices of the generator, so that each travels once. Loading
-    # spreads them.
+    # Weights arrive split over all devices of the generator, or those that cannot be on some, so
+    # that each travels once. Loading spreads them.
     landing = meshes.split_rollout_layout(step.generator.mesh, exported)
-    return MeshLink(source, jax.tree.map(abstract_leaf, exported, landing))
+    return MeshLink(source, jax.tree.map(abstract_leaf, exported, landing), spreads=True)
 
 
 def sync_weights(step: Step, state: TrainState) -> RolloutWeights:

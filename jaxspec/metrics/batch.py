@@ -62,7 +62,21 @@ def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     }
     # A batch without rewards shows NaN, so that it is noticed.
     numbers = {name: record.get(key, math.nan) for name, key in result_metrics.items()}
+    # Seconds that learner and generator waited for each other, of a pipelined run alone.
+    wait_metrics = {"exposed_s": "time/exposed_generation", "idle_s": "time/idle_generate"}
+    numbers |= {name: record[key] for name, key in wait_metrics.items() if key in record}
     return numbers | {name: record[key] for name, key in fault_metrics.items() if record.get(key)}
+
+
+def importance_sample_share(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the effective sample size of importance weights, as a share of the labels.
+
+    Returns nothing without such weights. Source: Kish, Survey Sampling (1965), section 11.7.
+    """
+    mean_square = record.get("importance/mean_square", 0.0)
+    if not mean_square:
+        return {}
+    return {"importance/effective_share": record["importance/mean"] ** 2 / mean_square}
 
 
 def token_rates(record: Mapping[str, Any]) -> dict[str, float]:

@@ -136,6 +136,12 @@ LEARNING = (
     Metric("advantage/max", "advantage", "Largest advantage of a token to learn from."),
     Metric("advantage/zero", "share", "Tokens to learn from whose advantage is 0."),
     Metric("importance/mean", "factor", "Importance weights."),
+    Metric("importance/mean_square", "factor", "Squares of importance weights."),
+    Metric(
+        "importance/effective_share",
+        "share",
+        "Effective sample size of importance weights, of the tokens to learn from.",
+    ),
     Metric("importance/outside", "share", "Importance weights outside their bounds."),
     Metric(
         "rollout/logprob_gap_mean",

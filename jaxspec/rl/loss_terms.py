@@ -214,7 +214,11 @@ def _finite_weights(log_weights: PerLabel) -> PerLabel:
 def _detach_weights(weights: PerLabel, is_outside: Bool[Array, "B T"]) -> Loss:
     # The weights correct the data. With a gradient they would become part of the objective.
     weights = lax.stop_gradient(weights)
-    metrics = {"importance/mean": weights, "importance/outside": is_outside.astype(weights.dtype)}
+    metrics = {
+        "importance/mean": weights,
+        "importance/mean_square": weights * weights,
+        "importance/outside": is_outside.astype(weights.dtype),
+    }
     return Loss(weights, metrics)
 
 

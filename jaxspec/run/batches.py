@@ -168,6 +168,10 @@ def make_batch_source(
     judge = Judge(scorers, job.tokenizer, source.group_size)
     scorer = RolloutScorer(config, step, source, judge, job.say)
     sampling = config.dynamic_sampling
-    filler = BatchFiller(sampling, step, prompts) if step.uses_dynamic_sampling else None
+    filler = None
+    if step.uses_dynamic_sampling:
+        # A pipelined run has no incomplete batch between two calls.
+        is_kept = config.schedule.kind != "pipelined"
+        filler = BatchFiller(sampling, step, prompts, is_kept)
     planner = BatchPlanner(config, step)
     return BatchSource(source, scorer, BatchMaker(config, scorer, filler), planner)

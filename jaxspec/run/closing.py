@@ -5,12 +5,14 @@ from pathlib import Path
 import jax
 
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.host.comparison import compare_decoding
+from jaxspec.host.comparison import SpeedComparison, compare_decoding
+from jaxspec.host.programs import sync_weights
 from jaxspec.host.prompts import PromptSource
 from jaxspec.metrics.files import read_metrics
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.processes.roles import owns_part
 from jaxspec.rl.optimizers import Diverged
+from jaxspec.run.pipelined.remote import receive_comparison
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.start import describe_random_draft
 from jaxspec.run.state import RunState
@@ -32,23 +34,20 @@ def close_run(
     workdir: Path,
     say: LinePrinter,
     unsaved: str = "",
+    has_run: bool = True,
 ) -> int:
     """Prints the closing table, and returns the exit status.
 
     If `compare_plain` is set, the table compares speculation with plain decoding on the prompts of
-    the last rollout.
+    the last rollout. `has_run` tells whether this start has made any batch.
 
     Raises:
       Diverged: the last batch or evaluation has no result, or the end of the run is not saved.
         `unsaved` has the reason.
     """
     summary: dict[str, float] = {}
-    compares = config.compare_plain and step.generator.draft_length > 0
-    if compares and not owns_part(step.generator.mesh):
-        say("decoding is not compared with plain decoding, since other processes generate")
-    elif compares:
-        say("comparing with plain decoding of the last batch")
-        result = compare_decoding(step, run.state, source.place_comparison(run.generated - 1))
+    result = _compare_with_plain(config, step, source, run, say, has_run)
+    if result is not None:
         summary = {
             "rows": result.rows,
             "plain/passes": result.plain_passes,
@@ -56,6 +55,7 @@ def close_run(
             "plain/seconds": result.plain_seconds,
             "spec/seconds": result.spec_seconds,
             "round_cost": result.round_cost,
+            "in_turn": config.schedule.lag == 0 or step.shares_devices,
         }
     failure = ""
     if unsaved:
@@ -74,3 +74,30 @@ def close_run(
     if broadcast_flag(bool(failure)):
         raise Diverged(failure or "the run ended without a result; process 0 says which")
     return 0
+
+
+def compares_with_plain(config: ResolvedConfig, step: Step) -> bool:
+    """Returns whether the end of a run compares speculation with plain decoding."""
+    return config.compare_plain and step.generator.draft_length > 0
+
+
+def _compare_with_plain(
+    config: ResolvedConfig,
+    step: Step,
+    source: PromptSource,
+    run: RunState,
+    say: LinePrinter,
+    has_run: bool,
+) -> SpeedComparison | None:
+    """Compares with plain decoding on the prompts of the last rollout, if it is wanted."""
+    if not compares_with_plain(config, step):
+        return None
+    generates = owns_part(step.generator.mesh)
+    if not (generates or has_run):
+        say("decoding is compared only as a run ends, since other processes generate")
+        return None
+    say("comparing with plain decoding of the last batch")
+    if not generates:
+        return receive_comparison()
+    prompts = source.place_comparison(run.generated - 1)
+    return compare_decoding(step, sync_weights(step, run.state), prompts)

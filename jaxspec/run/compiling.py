@@ -4,7 +4,7 @@ import contextlib
 import time
 
 from jaxspec import mesh as meshes
-from jaxspec.build import automatic_sizes
+from jaxspec.build import AutomaticSizes, automatic_sizes
 from jaxspec.config.settings import ResolvedConfig
 from jaxspec.evaluation.program import WeightSource
 from jaxspec.host import memory
@@ -12,11 +12,13 @@ from jaxspec.host.fit import fit_step
 from jaxspec.host.job import Job
 from jaxspec.host.programs import abstract_arguments, times_real_rounds
 from jaxspec.inputs.checked import require
+from jaxspec.processes.roles import owns_part
 from jaxspec.run.batches import BatchSource
 from jaxspec.run.evaluations import AnswerMethods, StepAnswerer
 from jaxspec.run.loop import Host, Loop
 from jaxspec.run.pipelined.loop import PipelinedLoop
 from jaxspec.run.pipelined.programs import PipelinedSchedule, compile_pipelined_schedule
+from jaxspec.run.pipelined.remote import share_engine_sizes
 from jaxspec.run.schedules import (
     StepSchedule,
     compile_fused_schedule,
@@ -69,11 +71,19 @@ def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Schedu
             return compile_staged_schedule(step, prompts, uniform_slices(slice_rounds))
         return compile_fused_schedule(step, prompts)
 
-    fit = fit_step(job.step, prompts, compile_step, automatic_sizes(config, job.mesh))
+    auto = automatic_sizes(config, job.mesh)
+    learns, generates = map(owns_part, (job.mesh, job.step.generator.mesh))
+    if not (learns and generates):
+        # Each side chooses the sizes of its own programs.
+        auto = AutomaticSizes(auto.tokens) if learns else auto._replace(tokens=False)
+    fit = fit_step(job.step, prompts, compile_step, auto)
     sizes = memory.format_memory_uses(fit.step, fit.memory_uses, fit.limit)
     job.say(f"compiled in {time.perf_counter() - start_time:.1f} s; {sizes}")
     stack.enter_context(memory.explain_memory_errors(fit.memory_uses))
-    return job.with_sizes(**fit.step.sizes._asdict()), fit.compiled
+    chosen_sizes = fit.step.sizes
+    if not (learns and generates):
+        chosen_sizes = share_engine_sizes(chosen_sizes, generates)
+    return job.with_sizes(**chosen_sizes._asdict()), fit.compiled
 
 
 def _describe_meshes(step: Step) -> str:

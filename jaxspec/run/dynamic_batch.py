@@ -37,10 +37,20 @@ class PartialBatch:
 
 
 class BatchFiller:
-    """Fills batches with groups from several rollouts."""
+    """Fills batches with groups from several rollouts.
 
-    def __init__(self, settings: DynamicSamplingConfig, step: Step, prompts: int) -> None:
+    Args:
+      settings: settings of dynamic sampling.
+      step: the run's step.
+      prompts: number of prompts in a batch.
+      is_kept: whether checkpoints keep a batch that is not complete.
+    """
+
+    def __init__(
+        self, settings: DynamicSamplingConfig, step: Step, prompts: int, is_kept: bool = True
+    ) -> None:
         self._settings, self._step, self._prompts = settings, step, prompts
+        self._is_kept = is_kept
         self._mesh = step.generator.mesh
         template = abstract_scored_rollout(step, prompts, self._mesh).replace(plan=None)
         self._template = template
@@ -68,7 +78,7 @@ class BatchFiller:
         rollout_metrics = [*batch.metrics, metrics]
         is_last = len(rollout_metrics) >= settings.max_batches
         if not batch.groups and not len(groups) and is_last:
-            raise Diverged(_no_group_message(rollout_metrics, capacity))
+            raise Diverged(_no_group_message(rollout_metrics, capacity, self._is_kept))
         # In a group with equal rewards all advantages are 0, so nothing is learned from it.
         added_groups, surplus = np.split(groups, [capacity - batch.groups])
         rows = self._add_groups(batch.rows, scoring.scored, added_groups, batch.groups)
@@ -107,19 +117,20 @@ class BatchFiller:
         return jax.jit(fill_rows, donate_argnums=0, out_shardings=self._layout)
 
 
-def _no_group_message(rollout_metrics: list[dict[str, Any]], prompts: int) -> str:
+def _no_group_message(rollout_metrics: list[dict[str, Any]], prompts: int, is_kept: bool) -> str:
     rollouts, means = len(rollout_metrics), merge_rollout_metrics(rollout_metrics)
     shares = ", ".join(
         f"{outcome.name.lower()} {means.get(outcome_metric(outcome), math.nan):.0%}"
         for outcome in Outcome
     )
+    repetition = "makes one more rollout" if is_kept else "makes the same rollouts again"
     return (
         f"dynamic sampling has found no group whose answers earn different rewards: none of"
         f" {rollouts * prompts} in {rollouts} rollouts, whose mean reward is"
         f" {means.get('reward/mean', math.nan):.3g}"
         f" ({shares}; samples.jsonl has some answers). Near 1 the problems are too easy for this"
-        " policy; near 0 they are too hard, or the reward finds no answer. The same command makes"
-        " one more rollout; in a new --workdir other problems, a larger --batch.group_size, a"
+        " policy; near 0 they are too hard, or the reward finds no answer. The same command"
+        f" {repetition}; in a new --workdir other problems, a larger --batch.group_size, a"
         f" higher --rollout.temperature or more --dynamic_sampling.max_batches, now {rollouts},"
         " may find some"
     )

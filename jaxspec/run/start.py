@@ -19,7 +19,7 @@ from jaxspec.preparation.policy import load_draft, load_policy, report_agreement
 from jaxspec.processes.devices import describe_machine
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.rollout.feedback import length_chooser
-from jaxspec.run.batches import BatchSource
+from jaxspec.run.batches import BatchSource, is_evaluation_due
 from jaxspec.run.state import GenerationProgress, RunState
 from jaxspec.state import LengthChooser, NetworkState, NoChooser, Prompts, TrainState
 from jaxspec.step import Step
@@ -117,24 +117,31 @@ def adapt_run(
     run.timed_on = {} if times_real_rounds(step.generator) else run.machine
 
 
-def adapt_filling(run: RunState, batches: BatchSource, is_pipelined: bool) -> None:
+def adapt_to_schedule(config: ResolvedConfig, run: RunState, batches: BatchSource) -> None:
     """Gives a run the batch that rollouts fill, where its schedule has one between two calls.
 
     Raises:
-      ConfigError: a checkpoint has groups of a batch that is not complete, and the schedule is
-        pipelined.
+      ConfigError: the schedule is pipelined, and a checkpoint has a batch that is not complete, or
+        whose evaluation was stopped.
     """
     filling = run.generation.filling
-    if not is_pipelined:
+    if config.schedule.kind != "pipelined":
         run.generation.filling = filling or batches.make_progress().filling
         return
+    remedy = "schedule.kind pipelined cannot finish; resume it with schedule.kind fused"
     groups = filling.groups if filling else 0
     require(
         not groups,
-        f"the checkpoint has {groups} groups of a batch that dynamic sampling was filling, and"
-        " schedule.kind pipelined starts with complete batches; resume it with schedule.kind fused",
+        f"the checkpoint has {groups} groups of a batch that dynamic sampling was filling, which"
+        f" {remedy}",
     )
     run.generation.filling = None
+    for item in run.queue:
+        require(
+            not is_evaluation_due(config, item.record),
+            f"the checkpoint was saved before the evaluation at batch {item.record.batch} was done,"
+            f" which {remedy}",
+        )
 
 
 def describe_random_draft(config: ResolvedConfig) -> str:

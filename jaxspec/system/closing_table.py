@@ -43,7 +43,8 @@ def build_closing_table(
       records: metrics of all batches, from `read_metrics`.
       summary: comparison of plain and speculative decoding of the same `rows`. It has target passes
         per sequence (`plain/passes`, `spec/passes`) and seconds (`plain/seconds`, `spec/seconds`).
-        `round_cost` is the cost of a round in plain steps.
+        `round_cost` is the cost of a round in plain steps. `in_turn` is 1 if learner and generator
+        of a pipelined run never work at the same time.
       signs: signs that the run could not learn.
     """
     table = Table(
@@ -56,7 +57,8 @@ def build_closing_table(
         table.add_row(title, text)
     for sign in signs:
         table.add_row("cannot learn", sign)
-    for title, text in (*_speed_rows(records), *_comparison_rows(summary)):
+    rows = *_speed_rows(records), *_pipeline_rows(records, summary), *_comparison_rows(summary)
+    for title, text in rows:
         table.add_row(title, text)
     return table
 
@@ -116,6 +118,43 @@ def _speed_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str
             "seconds by phase",
             ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()),
         )
+
+
+def _pipeline_rows(
+    records: Sequence[Mapping[str, Any]], summary: Mapping[str, float | int]
+) -> Iterator[tuple[str, str]]:
+    """Yields rows for the two sides of a pipelined run, as it was and without drafts.
+
+    Seconds without drafts are predicted: generation takes as much longer as the comparison has
+    measured, and a step takes as long as the busier side.
+    """
+    measured = [record for record in records if "time/exposed_generation" in record]
+    if not measured:
+        return
+
+    def find_median(name: str) -> float:
+        values = sorted(record.get(f"time/{name}", 0.0) for record in measured)
+        return values[len(values) // 2]
+
+    step, exposed = find_median("step"), find_median("exposed_generation")
+    busy, idle = find_median("generator_step"), find_median("idle_generate")
+    learning, generating = step - exposed, busy - idle
+    yield (
+        "pipeline",
+        f"step {step:.3g} s: learner busy {learning:.3g}, exposed generation {exposed:.3g};"
+        f" generator busy {generating:.3g}, idle {idle:.3g} (median batch)",
+    )
+    plain, speculative = summary.get("plain/seconds"), summary.get("spec/seconds")
+    if not (plain and speculative):
+        return
+    generating += find_median("generate") * (plain / speculative - 1)
+    sides = learning, generating
+    step = sum(sides) if summary.get("in_turn") else max(sides)
+    yield (
+        "without drafts",
+        f"step {step:.3g} s, exposed generation {step - learning:.3g} (predicted by the speed-up of"
+        " generation)",
+    )
 
 
 def _comparison_rows(summary: Mapping[str, float | int]) -> Iterator[tuple[str, str]]:

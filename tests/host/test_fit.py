@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.build import AutomaticSizes
+from jaxspec.build import AutomaticSizes, build_step
 from jaxspec.config.settings import (
     DynamicSamplingConfig,
     EngineConfig,
@@ -23,6 +23,7 @@ from jaxspec.host import memory
 from jaxspec.host.fit import fit_step
 from jaxspec.host.programs import abstract_arguments, compile_ahead, put_like
 from jaxspec.inputs.checked import ConfigError
+from jaxspec.mesh import make_mesh
 from jaxspec.run.schedules import StepSchedule
 from jaxspec.step import Step
 from tests.conftest import tiny_config
@@ -176,3 +177,39 @@ def test_other_errors_stay_as_they_are() -> None:
         memory.explain_memory_errors(kept()),
     ):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+class Analyzed:
+    """A compiled program that takes some bytes beside its arguments."""
+
+    def __init__(self, temporaries: int) -> None:
+        self.temp_size_in_bytes = temporaries
+        self.argument_size_in_bytes = self.output_size_in_bytes = self.alias_size_in_bytes = 0
+
+    def memory_analysis(self) -> "Analyzed":
+        return self
+
+
+def test_a_process_of_one_side_counts_that_side_alone() -> None:
+    """Even if the other side would not fit, which its own processes find out."""
+    config = plain_config(200)
+    learner, generator = (
+        build_step(config, make_mesh(2, devices=jax.devices()[first:]), (1,), 11)
+        for first in (0, 2)
+    )
+    step = dataclasses.replace(learner, generator=generator.generator)
+    learning = sizes(step, {"train": Analyzed(10**6)})
+    generation = sizes(step, {"load": Analyzed(0), "advance": Analyzed(0)})
+    assert learning["policy weights"] > 0
+    assert not learning.keys() & generation.keys() - {memory.TEMPORARIES}
+    assert memory.POOL in generation
+
+    def compile_learner(step: Step) -> Any:
+        return StepSchedule(learner, {"train": Analyzed(1000 * step.learner.micro_tokens)})
+
+    limit = sum(learning.values())
+    tokens = AutomaticSizes(tokens=True)
+    fit = fit_step(step, PROMPTS, compile_learner, tokens, limit=limit - 10**6 + 100_000)
+    assert fit.step.learner.micro_tokens == 100
+    with pytest.raises(ConfigError, match="training takes"):
+        fit_step(step, PROMPTS, compile_learner, tokens, limit=1000)

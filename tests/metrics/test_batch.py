@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jaxspec.metrics.batch import (
+    headline_numbers,
+    importance_sample_share,
     merge_rollout_metrics,
     read_depths,
     standard_deviation,
@@ -23,6 +25,27 @@ def test_tokens_a_second_mean_the_same_however_a_step_is_run() -> None:
         "rollout/tokens_per_s": 40.0,
         "rollout/generation_tokens_per_s": 80.0,
     }
+
+
+def test_effective_samples_are_those_of_equal_weights_or_of_few() -> None:
+    """Of 8 weights, two of which are 1 and the others 0, 2 count."""
+
+    def share(weights: list[float]) -> float:
+        mean, square = np.mean(weights), np.mean(np.square(weights))
+        record = {"importance/mean": float(mean), "importance/mean_square": float(square)}
+        return importance_sample_share(record)["importance/effective_share"]
+
+    assert share([0.7] * 8) == pytest.approx(1)
+    assert share([1.0, 1.0, *[0.0] * 6]) == pytest.approx(2 / 8)
+    assert importance_sample_share({"importance/mean": 1.0}) == {}
+
+
+def test_a_pipelined_batch_shows_what_its_sides_waited() -> None:
+    record = {"reward/mean": 0.5, "rollout/acceptance_length": 2.0, "rollout/tokens_per_s": 9.0}
+    shown = headline_numbers(record)
+    assert shown == {"reward": 0.5, "acceptance_length": 2.0, "tokens_per_s": 9.0}
+    waits = {"time/exposed_generation": 0.25, "time/idle_generate": 0.0}
+    assert headline_numbers(record | waits) == shown | {"exposed_s": 0.25, "idle_s": 0.0}
 
 
 @pytest.mark.parametrize(("value", "count"), [(0.1, 7), (1 / 3, 128), (0.0, 1)])

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from jaxspec.system.closing_table import build_closing_table, describe_missing_batches
@@ -57,6 +58,33 @@ def test_closing_table() -> None:
         "seconds for 128 rows | plain 0.5, speculative 0.6: speed-up 0.83",
         "round_cost | 1.8 (a round over a plain step, in seconds)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "without"),
+    [(False, "step 1.2 s, exposed generation 0.2"), (True, "step 2.2 s, exposed generation 1.2")],
+)
+def test_closing_table_of_a_pipelined_run_has_both_sides(in_turn: bool, without: str) -> None:
+    """Generation takes 0.6 s of the generator's 0.8 s, and 1 s without drafts."""
+    lines = [
+        {
+            "step": step,
+            "reward/mean": 0.5,
+            "time/step": 1.01,
+            "time/exposed_generation": 0.01,
+            "time/idle_generate": 0.2,
+            "time/generator_step": 1.0,
+            "time/generate": 0.6,
+        }
+        for step in range(3)
+    ]
+    summary = {"plain/seconds": 5.0, "spec/seconds": 3.0, "in_turn": in_turn}
+    text = " ".join(_printed(build_closing_table(lines, summary)))
+    assert (
+        "pipeline | step 1.01 s: learner busy 1, exposed generation 0.01; generator busy 0.8, idle"
+        f" 0.2 (median batch) without drafts | {without} (predicted by the speed-up of generation)"
+    ) in text
+    assert not any("without drafts" in row for row in _printed(build_closing_table(lines, {})))
 
 
 def test_closing_table_leaves_out_what_was_not_measured() -> None:

@@ -11,9 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxspec.host.comparison import SpeedComparison
 from jaxspec.links import MeshLink
 from jaxspec.processes import mailbox, roles
 from jaxspec.processes.global_arrays import any_over_processes
+from jaxspec.rl.optimizers import Diverged
+from jaxspec.run.batches import NoBatch
 from jaxspec.run.evaluations import Evaluations
 from jaxspec.run.pipelined.generation import GenerationSide, SentBatch
 from jaxspec.run.pipelined.programs import PipelinedSchedule
@@ -21,12 +24,19 @@ from jaxspec.run.pipelined.queue import BatchPlan
 from jaxspec.run.pipelined.transport import BATCHES, WEIGHTS, TreeTransport
 from jaxspec.run.state import BatchRecord
 from jaxspec.state import PyTree
+from jaxspec.step import Sizes
 from jaxspec.system.interrupt import Interrupt
 
 _START = "start"
 """Message with the batch and version at which generation starts."""
 _LAST_EVALUATION = "last_evaluation"
 """Message with the metrics of the weights after the last update."""
+_COMPARISON = "comparison"
+"""Message with the comparison with plain decoding."""
+_SIZES = "sizes"
+"""Message with the sizes that the generator's side has chosen."""
+_FAILURE = "failure"
+"""Message with a batch that cannot be made, and why."""
 _CLOSED = "closed"
 """Message that the learner needs no more batches."""
 _STATUS = "status"
@@ -35,6 +45,11 @@ _SIGNAL = "signal"
 """Message with a signal that the generator's side got."""
 _POLL_SECONDS = 0.5
 """Seconds between two looks for messages that may never come."""
+
+
+Comparer = Callable[[PyTree, int], SpeedComparison]
+"""Compares speculative with plain decoding, with published weights on the prompts of the last of so
+many rollouts."""
 
 
 class ProcessQueue:
@@ -132,8 +147,9 @@ class ProcessQueue:
 
     def _receive_batches(self, numbers: range) -> None:
         for number in numbers:
-            received = self._batches.receive(number, self._closed.is_set)
+            received = self._batches.receive(number, lambda number=number: self._is_over(number))
             if received is None:
+                _raise_failure()
                 return
             packed, message = received
             # First, so that the learner's devices never wait for a program whose input travels.
@@ -141,6 +157,40 @@ class ProcessQueue:
             rollout = jax.block_until_ready(self._schedule.unpack_batch(packed))
             record = BatchRecord(**message["record"])
             self._received.put(SentBatch(rollout, record, message["generated"]))
+
+    def _is_over(self, number: int) -> bool:
+        """Returns whether a batch will not come."""
+        failure = mailbox.read_message(_FAILURE)
+        is_failed = failure is not None and json.loads(failure)["batch"] <= number
+        return is_failed or self._closed.is_set()
+
+
+def _raise_failure() -> None:
+    """Raises the failure of the generator's side, if there is one."""
+    failure = mailbox.read_message(_FAILURE)
+    if failure is not None:
+        raise NoBatch(**json.loads(failure))
+
+
+def receive_comparison() -> SpeedComparison:
+    """Waits for the comparison with plain decoding, which the generator's side makes."""
+    content = mailbox.receive_message(_COMPARISON)
+    assert content is not None, "nothing ends the wait"
+    return SpeedComparison(**json.loads(content))
+
+
+def share_engine_sizes(sizes: Sizes, generates: bool) -> Sizes:
+    """Sends the sizes of generation that its own side has chosen to the learner's side.
+
+    Returns the sizes that both sides have, which checkpoints of the run keep.
+    """
+    if generates:
+        if roles.is_first_member():
+            mailbox.post_message(_SIZES, json.dumps(sizes._asdict()).encode())
+        return sizes
+    content = mailbox.receive_message(_SIZES)
+    assert content is not None, "nothing ends the wait"
+    return Sizes(**json.loads(content))._replace(tokens=sizes.tokens)
 
 
 def post_status(learner_mesh: Mesh, status: int) -> None:
@@ -160,8 +210,12 @@ def run_generator(
     evaluations: Evaluations,
     steps: int,
     interrupt: Interrupt,
+    compare: Comparer | None,
 ) -> int:
-    """Makes batches until the learner needs no more. Returns the exit status of the learner."""
+    """Makes batches until the learner needs no more. Returns the exit status of the learner.
+
+    `compare` compares decoding with published weights at the end of the run.
+    """
     closing = _ClosingWatch(side, interrupt)
     with interrupt.exit_on_signal("waiting for the learner to start"):
         content = mailbox.receive_message(_START, closing.is_closed)
@@ -169,7 +223,11 @@ def run_generator(
     closing.forwards_signals = True
     if not any_over_processes(content is None):
         assert content is not None, "the learner has started"
-        _make_batches(side, schedule, evaluations, steps, json.loads(content), closing)
+        last = _make_batches(side, schedule, evaluations, steps, json.loads(content), closing)
+        if last is not None and compare is not None:
+            result = compare(*last)
+            if roles.is_first_member():
+                mailbox.post_message(_COMPARISON, json.dumps(result._asdict()).encode())
     return closing.wait_for_status()
 
 
@@ -180,8 +238,11 @@ def _make_batches(
     steps: int,
     start: Mapping[str, int],
     closing: "_ClosingWatch",
-) -> None:
-    """Makes batches until there are no more, or the learner needs none."""
+) -> tuple[PyTree, int] | None:
+    """Makes batches until there are no more, or the learner needs none.
+
+    After the last one, returns the published weights and the number of rollouts.
+    """
     weights, batches = _open_transports(schedule)
     evaluations.truncate_records_from(start["evaluated"])
     plan = BatchPlan(schedule.lag, start["first_batch"], start["first_version"], steps)
@@ -196,21 +257,35 @@ def _make_batches(
             with side.account.charge("idle_generate"):
                 received = jax.block_until_ready(weights.receive(needed, closing.is_closed))
             if any_over_processes(received is None):
-                return
+                return None
             assert received is not None, "it is not closed"
             version, (published, _) = needed, received
         if is_over:
             metrics = side.evaluate(published, plan.last_version - 1)
             if roles.is_first_member():
                 mailbox.post_message(_LAST_EVALUATION, json.dumps(metrics).encode())
-            return
-        sent = side.make_batch(batch, published, progress)
+            break
+        try:
+            sent = side.make_batch(batch, published, progress)
+        except Diverged as error:
+            # The learner's side ends the run, with words.
+            _post_failure(batch, error)
+            return None
         if sent is None:
-            return
+            return None
         message = {"record": dataclasses.asdict(sent.record), "generated": sent.generated}
         batches.offer(batch, sent.rollout, message)
         # The learner has taken what was offered before the version that it has just published.
         batches.forget(batch - schedule.lag - 2)
+    return published, progress.generated
+
+
+def _post_failure(batch: int, error: Diverged) -> None:
+    """Tells the learner's side that a batch cannot be made."""
+    if roles.is_first_member():
+        samples = error.samples if isinstance(error, NoBatch) else []
+        failure = {"message": str(error), "batch": batch, "samples": samples}
+        mailbox.post_message(_FAILURE, json.dumps(failure).encode())
 
 
 def _open_transports(schedule: PipelinedSchedule) -> tuple[TreeTransport, TreeTransport]:
