@@ -34,7 +34,7 @@ from jaxspec.run.evaluations import Evaluations, open_evaluations
 from jaxspec.run.loop import Host
 from jaxspec.run.pipelined.generation import GenerationSide
 from jaxspec.run.pipelined.programs import PipelinedSchedule
-from jaxspec.run.pipelined.remote import post_status, run_generator
+from jaxspec.run.pipelined.remote import post_status, receive_comparison, run_generator
 from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.start import (
     adapt_run,
@@ -95,7 +95,7 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                     " choose another --workdir"
                 )
                 source = PromptSource(sets, job.step.generator, prompts, pad_id, run.history)
-                return close_run(config, job.step, source, run, workdir, job.say, has_run=False)
+                return close_run(config, job.step, source, run, workdir, job.say)
             else:
                 job.say(f"resuming {config.workdir} at batch {run.next_batch}")
             # What does not fit is refused before any weights are trained.
@@ -196,7 +196,10 @@ def run_loop(
         job.say(f"stopped before batch {run.next_batch}; the same command {remedy}")
         return interrupt.exit_status
     with interrupt.exit_on_signal("comparing with plain decoding"):
-        return close_run(config, job.step, batches.prompts, run, workdir, job.say, saver.unsaved)
+        return close_run(
+            *(config, job.step, batches.prompts, run, workdir, job.say, saver.unsaved),
+            receive_comparison,
+        )
 
 
 if __name__ == "__main__":

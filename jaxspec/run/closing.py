@@ -1,5 +1,6 @@
 """End of a run: the closing table."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,7 +13,6 @@ from jaxspec.metrics.files import read_metrics
 from jaxspec.processes.process_0 import broadcast_flag
 from jaxspec.processes.roles import owns_part
 from jaxspec.rl.optimizers import Diverged
-from jaxspec.run.pipelined.remote import receive_comparison
 from jaxspec.run.stalls import make_stall_watch
 from jaxspec.run.start import describe_random_draft
 from jaxspec.run.state import RunState
@@ -34,19 +34,19 @@ def close_run(
     workdir: Path,
     say: LinePrinter,
     unsaved: str = "",
-    has_run: bool = True,
+    receive_comparison: Callable[[], SpeedComparison] | None = None,
 ) -> int:
     """Prints the closing table, and returns the exit status.
 
     If `compare_plain` is set, the table compares speculation with plain decoding on the prompts of
-    the last rollout. `has_run` tells whether this start has made any batch.
+    the last rollout. `receive_comparison` gets it from the processes that generate, if others do.
 
     Raises:
       Diverged: the last batch or evaluation has no result, or the end of the run is not saved.
         `unsaved` has the reason.
     """
     summary: dict[str, float] = {}
-    result = _compare_with_plain(config, step, source, run, say, has_run)
+    result = _compare_with_plain(config, step, source, run, say, receive_comparison)
     if result is not None:
         summary = {
             "rows": result.rows,
@@ -87,17 +87,17 @@ def _compare_with_plain(
     source: PromptSource,
     run: RunState,
     say: LinePrinter,
-    has_run: bool,
+    receive_comparison: Callable[[], SpeedComparison] | None,
 ) -> SpeedComparison | None:
     """Compares with plain decoding on the prompts of the last rollout, if it is wanted."""
     if not compares_with_plain(config, step):
         return None
     generates = owns_part(step.generator.mesh)
-    if not (generates or has_run):
+    if not generates and receive_comparison is None:
         say("decoding is compared only as a run ends, since other processes generate")
         return None
     say("comparing with plain decoding of the last batch")
-    if not generates:
+    if receive_comparison is not None and not generates:
         return receive_comparison()
     prompts = source.place_comparison(run.generated - 1)
     return compare_decoding(step, sync_weights(step, run.state), prompts)
