@@ -95,6 +95,19 @@ def test_rows_lag_by_exactly_so_many_updates(lag_1: Path) -> None:
     assert_accounts_close(lag_1)
 
 
+@pytest.mark.slow
+def test_the_policy_is_the_same_whether_its_draft_learns(
+    cache: Path, lag_1: Path, tmp_path: Path
+) -> None:
+    frozen = APART | {"schedule__lag": 1, "draft_training__no_online": True}
+    launch(cache, tmp_path / "frozen", 2, **frozen).finish()
+    expected, found = weights(final_arrays(lag_1)), weights(final_arrays(tmp_path / "frozen"))
+    is_policy = {name: ".policy." in name for name in expected}
+    assert {True, False} == set(is_policy.values())
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value) == is_policy[name], name
+
+
 @pytest.mark.parametrize(
     "lag",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.sweep)],
