@@ -103,14 +103,15 @@ class ArrayPlan:
             for slot, cell in enumerate(cells):
                 senders.setdefault(cell, []).append((device, slot))
         copies = []
-        receivers: dict[_Cell, list[Any]] = {}
         cells_by_device = self.list_cells(self.target)
+        # Devices of a shard have the same first cell.
+        receivers: dict[_Cell, list[Any]] = {}
         for device, cells in cells_by_device.items():
             receivers.setdefault(cells[0], []).append(device)
         for device, cells in cells_by_device.items():
-            replicas = receivers[cells[0]]
+            same_shard = receivers[cells[0]]
             # Arrays take turns, so that no device receives all of them.
-            if self.spreads and device != replicas[self.number % len(replicas)]:
+            if self.spreads and device != same_shard[self.number % len(same_shard)]:
                 continue
             for slot, cell in enumerate(cells):
                 # Replicas of a piece take turns, so that no device sends all of them.
@@ -156,16 +157,15 @@ class Link(Protocol):
         ...
 
 
-def open_link(source: PyTree, target: PyTree, spreads: bool = False) -> Link:
+def open_link(source: PyTree, target: PyTree) -> Link:
     """Opens a link for trees like `source`, which become trees like `target`.
 
     Args:
       source: shapes, dtypes and shardings of the arrays. All have one mesh.
       target: the same shapes and dtypes with the new shardings.
-      spreads: as in `MeshLink`.
     """
     source_mesh, target_mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (source, target))
-    return SameMesh(source) if source_mesh == target_mesh else MeshLink(source, target, spreads)
+    return SameMesh(source) if source_mesh == target_mesh else MeshLink(source, target)
 
 
 class SameMesh:
@@ -196,8 +196,8 @@ class MeshLink:
     Args:
       source: shapes, dtypes and shardings of the arrays. All have one mesh.
       target: the same shapes and dtypes with the new shardings, on another mesh.
-      spreads: whether every element of an array of real numbers travels once. `unpack` then
-        communicates, where the target has several copies of an element.
+      spreads: whether each element of a matrix of real numbers travels once. `unpack` then
+        communicates, where the target has several copies.
     """
 
     def __init__(self, source: PyTree, target: PyTree, spreads: bool = False) -> None:
@@ -208,7 +208,8 @@ class MeshLink:
         self.plans = [
             ArrayPlan(
                 *(number, leaf.shape, leaf.dtype, leaf.sharding, target_leaf.sharding),
-                spreads=spreads and jnp.issubdtype(leaf.dtype, jnp.floating),
+                # Vectors are too small to be worth a collective.
+                spreads=spreads and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating),
             )
             for number, (leaf, target_leaf) in enumerate(pair for pair in layouts if pair[0].size)
         ]

@@ -25,8 +25,9 @@ from jaxspec.host.job import Job, run_program
 from jaxspec.host.prompts import PromptSource
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.metrics.files import MetricsWriter
-from jaxspec.processes.roles import join_side
+from jaxspec.processes.roles import join_side, owns_part
 from jaxspec.rewards.scorer import SetScorers
+from jaxspec.rl.optimizers import Diverged
 from jaxspec.run.batches import BatchSource, make_batch_source
 from jaxspec.run.closing import close_run, compares_with_plain
 from jaxspec.run.compiling import Schedule, compile_schedule, make_answer_methods, open_loop
@@ -34,13 +35,22 @@ from jaxspec.run.evaluations import Evaluations, open_evaluations
 from jaxspec.run.loop import Host
 from jaxspec.run.pipelined.generation import GenerationSide
 from jaxspec.run.pipelined.programs import PipelinedSchedule
-from jaxspec.run.pipelined.remote import post_status, receive_comparison, run_generator
+from jaxspec.run.pipelined.remote import (
+    announce_start,
+    post_status,
+    receive_comparison,
+    receive_engine_sizes,
+    receive_has_ended,
+    run_generator,
+    wait_for_status,
+)
 from jaxspec.run.reporting import BatchReporter
 from jaxspec.run.start import (
+    adapt_filling,
     adapt_run,
-    adapt_to_schedule,
     empty_history,
     read_offline_text,
+    require_complete_batches,
     start_run,
 )
 from jaxspec.run.state import CheckpointSaver, RunState, restore_run
@@ -64,7 +74,11 @@ def main(job: Job, interrupt: Interrupt) -> int:
             " set it above 0 to train"
         )
     with workdirs.lock_workdir(job.config, job.say) as workdir:
-        status = run_training(workdirs.restore_sizes(job, workdir), interrupt, workdir)
+        try:
+            status = run_training(workdirs.restore_sizes(job, workdir), interrupt, workdir)
+        except Diverged:
+            post_status(job.mesh, 1)
+            raise
         post_status(job.mesh, status)
         return status
 
@@ -87,9 +101,11 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
             offline_text = read_offline_text(config, job.tokenizer, job.say)
             checkpoints = Checkpoints(workdir / starts.CHECKPOINTS, log=job.say)
             run = restore_run(job.step, prompts, checkpoints, empty_history(config))
+            has_ended = run is not None and run.has_ended(config.steps)
+            announce_start(job.mesh, has_ended)
             if run is None:
                 workdirs.require_no_checkpoints(workdir)
-            elif run.has_ended(config.steps):
+            elif has_ended:
                 job.say(
                     f"{workdir} has all {config.steps} batches already; raise --steps to go on, or"
                     " choose another --workdir"
@@ -98,6 +114,7 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 return close_run(config, job.step, source, run, workdir, job.say)
             else:
                 job.say(f"resuming {config.workdir} at batch {run.next_batch}")
+                require_complete_batches(config, run)
             # What does not fit is refused before any weights are trained.
             job, schedule = compile_schedule(job, stack)
             history = run.history if run else None
@@ -113,8 +130,10 @@ def run_training(job: Job, interrupt: Interrupt, workdir: Path) -> int:
                 for batch in run.queue:
                     batch.rollout = batches.planner.plan(batch.rollout)
                 adapt_run(job.step, run, batches.prompts, schedule.restart_timing, job.say)
-            adapt_to_schedule(config, run, batches)
+            adapt_filling(config, run, batches)
             job.say(f"batch {run.next_batch} of {config.steps} is next")
+            if not owns_part(job.step.generator.mesh):
+                job = job.with_sizes(**receive_engine_sizes(job.step.sizes)._asdict())
             # Last, so that a start that fails leaves no record.
             starts.record_start(job.config, workdir, start_record)
         return run_loop(job, interrupt, schedule, batches, evaluations, checkpoints, run)
@@ -129,6 +148,8 @@ def run_generation(
     """
     with contextlib.ExitStack() as stack:
         with interrupt.exit_on_signal("starting"):
+            if receive_has_ended():
+                return wait_for_status()
             job, schedule = compile_schedule(job, stack)
             assert isinstance(schedule, PipelinedSchedule), "other schedules have no sides"
             batches = make_batch_source(job, sets, scorers)

@@ -18,7 +18,7 @@ APART: dict[str, Any] = {
     "schedule__slice_rounds": 2,
     "generation__devices": 1,
 }
-# So many batches that a signal comes before the last, however fast the machine is.
+# So many batches that a signal comes before the last.
 LONG = APART | {"schedule__lag": 1, "steps": 24}
 IN_TURN = APART | {"generation__devices": 0}
 
@@ -142,6 +142,28 @@ def test_other_settings_work_with_a_lag(
     assert [line["learner/lag"] for line in lines(tmp_path / "apart")] == [0, 1, 2, 2]
 
 
+def end_run(
+    job: list[Process],
+    workdir: Path,
+    rng: random.Random,
+    number: int,
+    members: tuple[int, ...] = (0,),
+) -> None:
+    """Sends a signal to some processes of a job that has learned from a few more batches."""
+    count = len(lines(workdir)) + rng.randint(2, 4)
+    job[0].wait_until(lambda: len(lines(workdir)) >= count)
+    time.sleep(rng.random() * 0.2)
+    for member in members:
+        job[member].signal(number)
+    start = time.monotonic()
+    statuses = [process.handle.wait(timeout=60) for process in job]
+    if number == signal.SIGKILL:
+        assert time.monotonic() - start < 15, "the others must notice it"
+    else:
+        assert statuses == [128 + signal.SIGTERM] * len(job)
+        assert "stopped before batch" in job[0].log.read_text()
+
+
 @pytest.mark.parametrize(
     "seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.sweep)]
 )
@@ -150,14 +172,8 @@ def test_kills_and_stops_change_nothing(
 ) -> None:
     rng = random.Random(seed)
     workdir = tmp_path / "killed"
-    for number, count in zip(
-        (signal.SIGKILL, signal.SIGTERM), (rng.randint(1, 3), rng.randint(4, 5)), strict=True
-    ):
-        process = launch(cache, workdir, 2, **LONG)
-        process.wait_until(lambda count=count: len(lines(workdir)) >= count)
-        time.sleep(rng.random() * 0.3)
-        process.signal(number)
-        process.handle.wait()
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        end_run([launch(cache, workdir, 2, **LONG)], workdir, rng, number)
     assert "resuming" in launch(cache, workdir, 2, **LONG).finish()
     assert_same_run(workdir, long_lag_1)
 
@@ -201,17 +217,6 @@ def test_several_processes_a_side_change_only_rounding(
     assert_close(tmp_path / "more", lag_1)
 
 
-def end_job(processes: list[Process], members: tuple[int, ...], number: int) -> list[int]:
-    """Sends a signal to some processes. Returns the exit statuses of all, which must end soon."""
-    for member in members:
-        processes[member].signal(number)
-    start = time.monotonic()
-    statuses = [process.handle.wait(timeout=60) for process in processes]
-    if number == signal.SIGKILL:
-        assert time.monotonic() - start < 15, "the others must notice it"
-    return statuses
-
-
 @pytest.mark.parametrize(
     ("processes", "ends"),
     [
@@ -232,21 +237,8 @@ def test_the_end_of_either_side_ends_both_and_changes_nothing(
 ) -> None:
     rng, workdir = random.Random(processes), tmp_path / "killed"
     settings = LONG | {"generation__devices": processes // 2}
-    file = workdir / "metrics.jsonl"
     for members, number in ends:
-        began, count = time.time(), len(lines(workdir)) + 2
-        job = launch_job(cache, workdir, processes, **settings)
-        # The file is written again as soon as the run goes on.
-        job[0].wait_until(
-            lambda began=began, count=count: (
-                len(lines(workdir)) >= count and file.stat().st_mtime > began
-            )
-        )
-        time.sleep(rng.random() * 0.3)
-        statuses = end_job(job, members, number)
-        if number == signal.SIGTERM:
-            assert statuses == [128 + signal.SIGTERM] * processes
-            assert "stopped before batch" in job[0].log.read_text()
+        end_run(launch_job(cache, workdir, processes, **settings), workdir, rng, number, members)
     for process in launch_job(cache, workdir, processes, **settings):
         process.finish()
     if processes == 2:
@@ -260,13 +252,12 @@ def test_a_run_goes_on_with_other_numbers_of_processes(
     cache: Path, long_lag_1: Path, tmp_path: Path
 ) -> None:
     """From one of each side over two of each to a single one, which has the devices of both."""
-    workdir = tmp_path / "moved"
-    for processes, count in ((2, 3), (4, 8)):
+    workdir, rng = tmp_path / "moved", random.Random(0)
+    for processes in (2, 4):
         job = launch_job(
             cache, workdir, processes, **LONG | {"generation__devices": processes // 2}
         )
-        job[0].wait_until(lambda count=count: len(lines(workdir)) >= count)
-        assert end_job(job, (0,), signal.SIGTERM) == [128 + signal.SIGTERM] * processes
+        end_run(job, workdir, rng, signal.SIGTERM)
     assert "resuming" in launch(cache, workdir, 2, **LONG).finish()
     assert_close(workdir, long_lag_1)
 

@@ -12,6 +12,7 @@ from jaxspec.host.memory import (
     MemoryUse,
     compute_usage,
     count_all_pages,
+    count_published_bytes,
     device_memory,
     format_size,
     format_total,
@@ -75,6 +76,7 @@ def fit_step(
     compile_step: Callable[[Step], _C],
     auto: AutomaticSizes,
     limit: int = 0,
+    published_versions: int = 0,
 ) -> FittedStep[_C]:
     """Compiles a step with sizes that fit memory.
 
@@ -89,6 +91,7 @@ def fit_step(
       compile_step: Compiles the programs of a step.
       auto: Sizes that may shrink.
       limit: Bytes of memory on a device. 0 = the memory that JAX may use on this machine.
+      published_versions: Published versions of the weights that exist during generation.
 
     Raises:
       DoesNotFit: The step exceeds memory, and its sizes cannot shrink further. The message names
@@ -106,17 +109,18 @@ def fit_step(
             step = step.with_sizes(prompts, sizes)
     while True:
         compiled = compile_step(step)
-        memory = list_memory_uses(step, prompts, compiled.programs)
+        memory = list_memory_uses(step, prompts, compiled.programs, published_versions)
         if sum(use.size for use in memory) <= limit:
             return FittedStep(step, compiled, memory, limit)
-        sizes = _shrink_sizes(step, prompts, compiled, auto, limit)
+        published = count_published_bytes(compiled.programs, published_versions)
+        sizes = _shrink_sizes(step, prompts, compiled, auto, limit - published)
         # Sizes only ever shrink, so the loop ends.
         if sizes == step.sizes:
             message = (
                 f"training takes {format_total(memory)} on each device, which has"
                 f" {format_size(limit)}: {list_remedies(memory)}"
             )
-            message += _suggest_engine_size(step, prompts, compiled, auto, limit)
+            message += _suggest_engine_size(step, prompts, compiled, auto, limit - published)
             raise DoesNotFit(message, FittedStep(step, compiled, memory, limit))
         step = step.with_sizes(prompts, sizes)
 

@@ -90,18 +90,20 @@ def compute_usage(step: Step, prompts: int) -> DeviceBytes:
     )
 
 
-def list_memory_uses(step: Step, prompts: int, programs: Mapping[str, Any]) -> list[MemoryUse]:
+def list_memory_uses(
+    step: Step, prompts: int, programs: Mapping[str, Any], published_versions: int = 0
+) -> list[MemoryUse]:
     """Lists memory use on each device by owner.
 
-    If learning and generation have devices of their own, lists those of the side that needs more,
-    or of the only side that has `programs`.
+    If learning and generation have devices of their own, lists the side that needs more. A process
+    of one side lists that one. Arguments are those of `list_side_uses`.
     """
-    sides = list_side_uses(step, prompts, programs)
+    sides = list_side_uses(step, prompts, programs, published_versions)
     return max(sides, key=lambda uses: sum(use.size for use in uses))
 
 
 def list_side_uses(
-    step: Step, prompts: int, programs: Mapping[str, Any]
+    step: Step, prompts: int, programs: Mapping[str, Any], published_versions: int = 0
 ) -> tuple[list[MemoryUse], ...]:
     """Lists memory use on each device by owner, of learner and generator or of both together.
 
@@ -110,12 +112,24 @@ def list_side_uses(
     Owners are arrays of the training state, the rollout copy of the weights, the pool of keys and
     values, the batch of dynamic sampling, and temporary buffers of the compiled `programs`. The
     buffers are mostly activations of a micro-batch. Owners without memory are left out.
+
+    Args:
+      step: the step.
+      prompts: number of prompts in a batch.
+      programs: compiled programs by name.
+      published_versions: published versions of the weights that exist during generation.
     """
     usage = compute_usage(step, prompts)
+    published = MemoryUse(
+        "published weights",
+        count_published_bytes(programs, published_versions),
+        "--schedule.lag 1, --model.dtype bfloat16, or more devices that generate",
+    )
     # Programs of a device never run at the same time, so only the largest one counts.
     if step.shares_devices:
         peak = peak_size(programs, usage.training)
-        uses = [*usage.training_uses, *_list_generation_uses(step, prompts, usage, peak)]
+        generation_uses = _list_generation_uses(step, prompts, usage, peak)
+        uses = [*usage.training_uses, published, *generation_uses]
         return ([use for use in uses if use.size],)
     learning = {name: program for name, program in programs.items() if name in LEARNING_SIDE}
     generation = {name: program for name, program in programs.items() if name not in LEARNING_SIDE}
@@ -124,7 +138,10 @@ def list_side_uses(
         TEMPORARIES, peak_size(learning, state_size), _describe_tokens_remedy(step)
     )
     generation_uses = _list_generation_uses(step, prompts, usage, peak_size(generation, 0))
-    sides = ((learning, [*usage.training_uses, temporaries]), (generation, generation_uses))
+    sides = (
+        (learning, [*usage.training_uses, temporaries]),
+        (generation, [published, *generation_uses]),
+    )
     return tuple([use for use in uses if use.size] for own_programs, uses in sides if own_programs)
 
 
@@ -179,8 +196,8 @@ def _describe_pool_remedy(step: Step, prompts: int) -> str:
 
 LEARNERS = ("step", "train")
 """Names of programs that run the learner. Their arguments include the whole training state."""
-_LOADERS = ("prepare", "publish")
-"""Names of programs whose arguments are only parts of the training state."""
+_LOADERS = ("prepare", "publish", "load")
+"""Names of programs whose arguments are parts of the training state, or published weights."""
 LEARNING_SIDE = (*LEARNERS, "publish", "receive")
 """Names of programs of the learner's side, if generation has other devices."""
 
@@ -202,6 +219,12 @@ def _extra_size(name: str, program: Any, state: int) -> int:
     return stats.temp_size_in_bytes + max(inputs - shared, 0)
 
 
+def count_published_bytes(programs: Mapping[str, Any], versions: int) -> int:
+    """Counts the bytes of published versions of the weights on each device that generates."""
+    stats = programs["load"].memory_analysis() if versions and "load" in programs else None
+    return versions * stats.argument_size_in_bytes if stats is not None else 0
+
+
 SPARE = 50
 """A share of 1 / `SPARE` of memory stays free when the pool is sized, since programs joined into
 one take slightly more memory than each by itself."""
@@ -219,8 +242,17 @@ def count_all_pages(step: Step, prompts: int) -> int:
     return max_pool_size(*page_arguments(step, prompts), slots=step.generator.settings.slots)
 
 
-def format_memory_uses(step: Step, memory: list[MemoryUse], limit: int) -> str:
-    """Formats memory use by owner in one line. `limit` is the memory of a device."""
+def format_memory_uses(
+    step: Step,
+    memory: list[MemoryUse],
+    limit: int,
+    learns: bool = True,
+    generates: bool = True,
+) -> str:
+    """Formats memory use by owner in one line, with the sizes of the sides that are here.
+
+    `limit` is the memory of a device.
+    """
     owners = ", ".join(
         f"{use.name} {format_size(use.size)}" for use in sorted(memory, key=lambda use: -use.size)
     )
@@ -230,10 +262,9 @@ def format_memory_uses(step: Step, memory: list[MemoryUse], limit: int) -> str:
         if settings.page_size
         else "a page a row"
     )
-    sizes = (
-        f"micro-batches of {step.learner.micro_tokens} tokens a data shard; {settings.slots} slots,"
-        f" {pool}"
-    )
+    learning = f"micro-batches of {step.learner.micro_tokens} tokens a data shard"
+    sides = ((learns, learning), (generates, f"{settings.slots} slots, {pool}"))
+    sizes = "; ".join(text for is_here, text in sides if is_here)
     return f"each device takes {format_total(memory)} of {format_size(limit)}: {owners} ({sizes})"
 
 

@@ -105,8 +105,8 @@ def open_weight_link(step: Step, state: TrainState) -> Link:
     source = jax.tree.map(abstract_leaf, exported, step.learner.train_layout(exported))
     if step.shares_devices:
         return SameMesh(source)
-    # Weights arrive split over all devices of the generator, or those that cannot be on some, so
-    # that each travels once. Loading spreads them.
+    # Weights arrive split over all devices of the generator. Those that cannot be split arrive on
+    # some. So each travels once. Loading spreads them.
     landing = meshes.split_rollout_layout(step.generator.mesh, exported)
     return MeshLink(source, jax.tree.map(abstract_leaf, exported, landing), spreads=True)
 

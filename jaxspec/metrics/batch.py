@@ -48,7 +48,8 @@ def standard_deviation(values: np.ndarray) -> float:
 def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Selects the numbers of a batch that the terminal shows.
 
-    These are its results, and the number of failed rows and skipped updates if there are any.
+    These are its results, and the number of failed rows and skipped updates if there are any. A
+    pipelined batch also has the seconds that its sides waited for each other.
     """
     result_metrics = {
         "reward": "reward/mean",
@@ -62,7 +63,6 @@ def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     }
     # A batch without rewards shows NaN, so that it is noticed.
     numbers = {name: record.get(key, math.nan) for name, key in result_metrics.items()}
-    # Seconds that learner and generator waited for each other, of a pipelined run alone.
     wait_metrics = {"exposed_s": "time/exposed_generation", "idle_s": "time/idle_generate"}
     numbers |= {name: record[key] for name, key in wait_metrics.items() if key in record}
     return numbers | {name: record[key] for name, key in fault_metrics.items() if record.get(key)}

@@ -92,12 +92,13 @@ def _compare_with_plain(
     """Compares with plain decoding on the prompts of the last rollout, if it is wanted."""
     if not compares_with_plain(config, step):
         return None
-    generates = owns_part(step.generator.mesh)
-    if not generates and receive_comparison is None:
+    announcement = "comparing with plain decoding of the last batch"
+    if owns_part(step.generator.mesh):
+        say(announcement)
+        prompts = source.place_comparison(run.generated - 1)
+        return compare_decoding(step, sync_weights(step, run.state), prompts)
+    if receive_comparison is None:
         say("decoding is compared only as a run ends, since other processes generate")
         return None
-    say("comparing with plain decoding of the last batch")
-    if receive_comparison is not None and not generates:
-        return receive_comparison()
-    prompts = source.place_comparison(run.generated - 1)
-    return compare_decoding(step, sync_weights(step, run.state), prompts)
+    say(announcement)
+    return receive_comparison()

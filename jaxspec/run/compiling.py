@@ -18,7 +18,7 @@ from jaxspec.run.evaluations import AnswerMethods, StepAnswerer
 from jaxspec.run.loop import Host, Loop
 from jaxspec.run.pipelined.loop import PipelinedLoop
 from jaxspec.run.pipelined.programs import PipelinedSchedule, compile_pipelined_schedule
-from jaxspec.run.pipelined.remote import share_engine_sizes
+from jaxspec.run.pipelined.remote import send_engine_sizes
 from jaxspec.run.schedules import (
     StepSchedule,
     compile_fused_schedule,
@@ -76,14 +76,18 @@ def compile_schedule(job: Job, stack: contextlib.ExitStack) -> tuple[Job, Schedu
     if not (learns and generates):
         # Each side chooses the sizes of its own programs.
         auto = AutomaticSizes(auto.tokens) if learns else auto._replace(tokens=False)
-    fit = fit_step(job.step, prompts, compile_step, auto)
-    sizes = memory.format_memory_uses(fit.step, fit.memory_uses, fit.limit)
+    versions = 0
+    if is_pipelined:
+        # Threads publish versions that no batch needs yet.
+        has_threads = learns and generates and not job.step.shares_devices
+        versions = 1 + settings.lag if has_threads else 1
+    fit = fit_step(job.step, prompts, compile_step, auto, published_versions=versions)
+    sizes = memory.format_memory_uses(fit.step, fit.memory_uses, fit.limit, learns, generates)
     job.say(f"compiled in {time.perf_counter() - start_time:.1f} s; {sizes}")
     stack.enter_context(memory.explain_memory_errors(fit.memory_uses))
-    chosen_sizes = fit.step.sizes
-    if not (learns and generates):
-        chosen_sizes = share_engine_sizes(chosen_sizes, generates)
-    return job.with_sizes(**chosen_sizes._asdict()), fit.compiled
+    if not learns:
+        send_engine_sizes(fit.step.sizes)
+    return job.with_sizes(**fit.step.sizes._asdict()), fit.compiled
 
 
 def _describe_meshes(step: Step) -> str:

@@ -117,31 +117,35 @@ def adapt_run(
     run.timed_on = {} if times_real_rounds(step.generator) else run.machine
 
 
-def adapt_to_schedule(config: ResolvedConfig, run: RunState, batches: BatchSource) -> None:
-    """Gives a run the batch that rollouts fill, where its schedule has one between two calls.
+def require_complete_batches(config: ResolvedConfig, run: RunState) -> None:
+    """Checks that the schedule can go on from a restored run.
 
     Raises:
-      ConfigError: the schedule is pipelined, and a checkpoint has a batch that is not complete, or
-        whose evaluation was stopped.
+      ConfigError: the schedule is pipelined, and the checkpoint of another one has a batch that is
+        not complete, or whose evaluation was stopped.
     """
-    filling = run.generation.filling
     if config.schedule.kind != "pipelined":
-        run.generation.filling = filling or batches.make_progress().filling
         return
     remedy = "schedule.kind pipelined cannot finish; resume it with schedule.kind fused"
-    groups = filling.groups if filling else 0
+    groups = run.generation.filling.groups if run.generation.filling else 0
     require(
         not groups,
         f"the checkpoint has {groups} groups of a batch that dynamic sampling was filling, which"
         f" {remedy}",
     )
-    run.generation.filling = None
-    for item in run.queue:
+    # With a lag, the checkpoint is of a pipelined run, which evaluates a batch before it is queued.
+    for item in run.queue if config.schedule.lag == 0 else ():
         require(
             not is_evaluation_due(config, item.record),
             f"the checkpoint was saved before the evaluation at batch {item.record.batch} was done,"
             f" which {remedy}",
         )
+
+
+def adapt_filling(config: ResolvedConfig, run: RunState, batches: BatchSource) -> None:
+    """Gives a run the batch that rollouts fill, where its schedule has one between two calls."""
+    filling = run.generation.filling or batches.make_progress().filling
+    run.generation.filling = None if config.schedule.kind == "pipelined" else filling
 
 
 def describe_random_draft(config: ResolvedConfig) -> str:

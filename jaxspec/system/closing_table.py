@@ -95,24 +95,21 @@ def _summary_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, s
 
 def _speed_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yields rows for tokens per second, and seconds by phase."""
-
-    def column_values(name: str) -> list[float | int]:
-        return [record[name] for record in records if record.get(name) is not None]
-
     rate_metrics = {
         "the whole step": "rollout/tokens_per_s",
         "generation alone": "rollout/generation_tokens_per_s",
     }
-    # The median ignores a few slow batches, such as the first.
     medians = {
-        basis: sorted(values)[len(values) // 2]
+        basis: _find_median(values)
         for basis, name in rate_metrics.items()
-        if (values := column_values(name))
+        if (values := _list_values(records, name))
     }
     for basis, rate in medians.items():
         yield "tokens/s", f"{format_number(rate)} (over {basis}, median batch)"
     if phases := {
-        phase: sum(values) for phase in _PHASES if (values := column_values(f"time/{phase}"))
+        phase: sum(values)
+        for phase in _PHASES
+        if (values := _list_values(records, f"time/{phase}"))
     }:
         yield (
             "seconds by phase",
@@ -125,20 +122,19 @@ def _pipeline_rows(
 ) -> Iterator[tuple[str, str]]:
     """Yields rows for the two sides of a pipelined run, as it was and without drafts.
 
-    Seconds without drafts are predicted: generation takes as much longer as the comparison has
-    measured, and a step takes as long as the busier side.
+    Seconds without drafts are predicted. Generation takes as much longer as the comparison has
+    measured. A step takes as long as the busier side, or both sides if they take turns.
     """
     measured = [record for record in records if "time/exposed_generation" in record]
     if not measured:
         return
 
     def find_median(name: str) -> float:
-        values = sorted(record.get(f"time/{name}", 0.0) for record in measured)
-        return values[len(values) // 2]
+        return _find_median(_list_values(measured, f"time/{name}"))
 
     step, exposed = find_median("step"), find_median("exposed_generation")
-    busy, idle = find_median("generator_step"), find_median("idle_generate")
-    learning, generating = step - exposed, busy - idle
+    idle = find_median("idle_generate")
+    learning, generating = step - exposed, find_median("generator_step") - idle
     yield (
         "pipeline",
         f"step {step:.3g} s: learner busy {learning:.3g}, exposed generation {exposed:.3g};"
@@ -186,6 +182,16 @@ def _evaluation_series(records: Sequence[Mapping[str, Any]]) -> dict[str, list[f
             if match := _EVALUATION.fullmatch(name):
                 series.setdefault(match[1], []).append(value)
     return series
+
+
+def _list_values(records: Sequence[Mapping[str, Any]], name: str) -> list[float | int]:
+    """Lists the numbers of a metric, without missing ones."""
+    return [record[name] for record in records if record.get(name) is not None]
+
+
+def _find_median(values: Sequence[float | int]) -> float | int:
+    """Returns the median, which ignores a few slow batches, such as the first."""
+    return sorted(values)[len(values) // 2]
 
 
 def _count_rows(record: Mapping[str, Any]) -> float | int:

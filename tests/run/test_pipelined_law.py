@@ -13,6 +13,7 @@ from jaxspec.mesh import make_mesh, replicated_sharding, row_sharding
 from jaxspec.models.decoder import Decoder
 from jaxspec.rl.train_batch import plan_shardings
 from jaxspec.run.pipelined.programs import PipelinedSchedule, compile_pipelined_schedule
+from jaxspec.run.pipelined.queue import BatchPlan
 from jaxspec.state import Prompts, Rollout, ScoredRollout
 from jaxspec.step import Step
 from tests.conftest import chi_square, no_history, tiny_model
@@ -104,14 +105,14 @@ def test_rows_have_the_law_of_the_version_that_their_lag_names(
     schedule = compile_pipelined_schedule(step, PROMPTS, LAG, slice_rounds=1)
     processing = step.generator.settings.processing
     state, policies, waiting = start(step), [], []
-    published: dict[int, Any] = {}
+    plan = BatchPlan(LAG, 0, 0, BATCHES)
     for version in range(BATCHES):
         policies.append(host(state.learner.policy.network))
-        published[version] = schedule.weight_link.move(schedule.pack_weights(state))
+        published = schedule.weight_link.move(schedule.pack_weights(state))
         # The generator is ahead of the learner by the lag.
         for batch in range(BATCHES):
-            if max(batch - LAG, 0) == version:
-                weights = schedule.load(published[version])
+            if plan.find_version(batch) == version:
+                weights = schedule.load(published)
                 rollout = schedule.generate(weights, prompts_of(step, batch), lambda _: False)
                 assert rollout is not None
                 waiting.append((version, host(rollout), score(step, schedule, rollout)))

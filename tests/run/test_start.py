@@ -10,7 +10,7 @@ from jaxspec.data.history import AnswerHistory
 from jaxspec.inputs.checked import ConfigError
 from jaxspec.run.batches import BatchSource
 from jaxspec.run.dynamic_batch import PartialBatch
-from jaxspec.run.start import adapt_to_schedule
+from jaxspec.run.start import adapt_filling, require_complete_batches
 from jaxspec.run.state import BatchRecord, GenerationProgress, QueuedBatch, RunState
 from jaxspec.state import ScoredRollout, TrainState
 from tests.conftest import tiny_config, tiny_model
@@ -29,9 +29,9 @@ class Source(BatchSource):
         return GenerationProgress(generated, PartialBatch(EMPTY_ROWS))
 
 
-def config_of(kind: Any) -> ResolvedConfig:
+def config_of(kind: Any, lag: int = 0, **changes: Any) -> ResolvedConfig:
     config = tiny_config(tiny_model(), eval=EvalConfig(every=4), steps=10)
-    return dataclasses.replace(config, schedule=ScheduleConfig(kind=kind))
+    return dataclasses.replace(config, schedule=ScheduleConfig(kind=kind, lag=lag), **changes)
 
 
 def run_of(groups: int = 0, batch: int = 4, metrics: dict[str, float] | None = None) -> RunState:
@@ -42,17 +42,18 @@ def run_of(groups: int = 0, batch: int = 4, metrics: dict[str, float] | None = N
     return RunState(state, history, [item], batch, progress)
 
 
-def adapt(kind: str, run: RunState) -> None:
-    adapt_to_schedule(config_of(kind), run, object.__new__(Source))
+def adapt(config: ResolvedConfig, run: RunState) -> None:
+    require_complete_batches(config, run)
+    adapt_filling(config, run, object.__new__(Source))
 
 
 def test_other_schedules_go_on_with_what_was_begun() -> None:
     run = run_of(groups=3)
-    adapt("fused", run)
+    adapt(config_of("fused"), run)
     assert run.generation.filling is not None
     assert run.generation.filling.groups == 3
     run = run_of()
-    adapt("staged", run)
+    adapt(config_of("staged"), run)
     assert run.generation.filling is not None
     assert run.generation.filling.rows is EMPTY_ROWS
 
@@ -66,7 +67,7 @@ def test_other_schedules_go_on_with_what_was_begun() -> None:
     ],
 )
 def test_a_pipelined_run_starts_with_complete_batches(run: RunState) -> None:
-    adapt("pipelined", run)
+    adapt(config_of("pipelined"), run)
     assert run.generation.filling is None
 
 
@@ -79,4 +80,10 @@ def test_a_pipelined_run_starts_with_complete_batches(run: RunState) -> None:
 )
 def test_a_pipelined_run_refuses_what_is_half_done(run: RunState, words: str) -> None:
     with pytest.raises(ConfigError, match=f"{words}.*resume it with schedule.kind fused"):
-        adapt("pipelined", run)
+        adapt(config_of("pipelined"), run)
+
+
+@pytest.mark.parametrize("changes", [{"eval": EvalConfig(every=1)}, {"steps": 20}])
+def test_what_is_evaluated_from_now_on_refuses_no_pipelined_run(changes: dict[str, Any]) -> None:
+    """Its last batch was not to be evaluated when it was made."""
+    adapt(config_of("pipelined", lag=1, **changes), run_of(batch=9))

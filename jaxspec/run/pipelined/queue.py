@@ -1,6 +1,7 @@
 """Queue of batches between the two sides, at a fixed lag."""
 
 import collections
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -105,6 +106,7 @@ class TurnQueue:
         self._next_batch = plan.first_batch
         self._batches: collections.deque[SentBatch] = collections.deque()
         self._published: tuple[int, PyTree] | None = None
+        self._idle = contextlib.ExitStack()
 
     def publish(self, version: int, packed: PyTree) -> None:
         """Keeps the weights for the next batches."""
@@ -121,11 +123,14 @@ class TurnQueue:
         if self._published is None:
             return
         version, published = self._published
+        self._idle.close()
         while self._next_batch <= self._plan.find_last_batch(version):
             batch = self._side.make_batch(self._next_batch, published, self._progress)
             assert batch is not None, "nothing aborts the side during a turn"
             self._batches.append(batch)
             self._next_batch += 1
+        # Between two turns, the other side works.
+        self._idle.enter_context(self._side.account.charge("idle_generate"))
 
     def evaluate_last(self) -> dict[str, float]:
         """Evaluates the weights after the last update."""

@@ -33,6 +33,8 @@ _LAST_EVALUATION = "last_evaluation"
 """Message with the metrics of the weights after the last update."""
 _COMPARISON = "comparison"
 """Message with the comparison with plain decoding."""
+_HAS_ENDED = "has_ended"
+"""Message with 1 if the run has no batch left to make, else 0."""
 _SIZES = "sizes"
 """Message with the sizes that the generator's side has chosen."""
 _FAILURE = "failure"
@@ -147,9 +149,13 @@ class ProcessQueue:
 
     def _receive_batches(self, numbers: range) -> None:
         for number in numbers:
-            received = self._batches.receive(number, lambda number=number: self._is_over(number))
+            received = self._batches.receive(
+                number,
+                lambda number=number: self._closed.is_set() or _read_failure(number) is not None,
+            )
             if received is None:
-                _raise_failure()
+                if failure := _read_failure(number):
+                    raise failure
                 return
             packed, message = received
             # First, so that the learner's devices never wait for a program whose input travels.
@@ -158,18 +164,12 @@ class ProcessQueue:
             record = BatchRecord(**message["record"])
             self._received.put(SentBatch(rollout, record, message["generated"]))
 
-    def _is_over(self, number: int) -> bool:
-        """Returns whether a batch will not come."""
-        failure = mailbox.read_message(_FAILURE)
-        is_failed = failure is not None and json.loads(failure)["batch"] <= number
-        return is_failed or self._closed.is_set()
 
-
-def _raise_failure() -> None:
-    """Raises the failure of the generator's side, if there is one."""
-    failure = mailbox.read_message(_FAILURE)
-    if failure is not None:
-        raise NoBatch(**json.loads(failure))
+def _read_failure(batch: int) -> NoBatch | None:
+    """Returns why a batch cannot be made. None if it may come."""
+    content = mailbox.read_message(_FAILURE)
+    failure = None if content is None else NoBatch(**json.loads(content))
+    return failure if failure is not None and failure.batch <= batch else None
 
 
 def receive_comparison() -> SpeedComparison:
@@ -179,18 +179,40 @@ def receive_comparison() -> SpeedComparison:
     return SpeedComparison(**json.loads(content))
 
 
-def share_engine_sizes(sizes: Sizes, generates: bool) -> Sizes:
-    """Sends the sizes of generation that its own side has chosen to the learner's side.
+def send_engine_sizes(sizes: Sizes) -> None:
+    """Sends the sizes of generation, which its side has chosen, to the learner's side."""
+    if roles.is_first_member():
+        mailbox.post_message(_SIZES, json.dumps(sizes._asdict()).encode())
 
-    Returns the sizes that both sides have, which checkpoints of the run keep.
-    """
-    if generates:
-        if roles.is_first_member():
-            mailbox.post_message(_SIZES, json.dumps(sizes._asdict()).encode())
-        return sizes
+
+def receive_engine_sizes(sizes: Sizes) -> Sizes:
+    """Waits for the sizes of generation, and returns them with the learner's own."""
     content = mailbox.receive_message(_SIZES)
     assert content is not None, "nothing ends the wait"
     return Sizes(**json.loads(content))._replace(tokens=sizes.tokens)
+
+
+def announce_start(learner_mesh: Mesh, has_ended: bool) -> None:
+    """Tells the generator's processes whether the run has any batch left to make.
+
+    Does nothing in a job whose processes all work together.
+    """
+    if _is_split_learner(learner_mesh):
+        mailbox.post_message(_HAS_ENDED, str(int(has_ended)).encode())
+
+
+def receive_has_ended() -> bool:
+    """Waits for the learner to restore the run. Returns whether no batch is left to make."""
+    content = mailbox.receive_message(_HAS_ENDED)
+    assert content is not None, "nothing ends the wait"
+    return content == b"1"
+
+
+def wait_for_status() -> int:
+    """Waits until the learner's processes are done. Returns their exit status."""
+    while (content := mailbox.read_message(_STATUS)) is None:
+        time.sleep(_POLL_SECONDS)
+    return int(content)
 
 
 def post_status(learner_mesh: Mesh, status: int) -> None:
@@ -198,10 +220,15 @@ def post_status(learner_mesh: Mesh, status: int) -> None:
 
     Does nothing in a job whose processes all work together.
     """
-    is_split = roles.member_count() < jax.process_count()
-    if is_split and roles.owns_part(learner_mesh) and roles.is_first_member():
+    if _is_split_learner(learner_mesh):
         mailbox.post_message(_CLOSED, b"")
         mailbox.post_message(_STATUS, str(status).encode())
+
+
+def _is_split_learner(learner_mesh: Mesh) -> bool:
+    """Returns whether this process is the learner's first, and the generator has others."""
+    is_split = roles.member_count() < jax.process_count()
+    return is_split and roles.owns_part(learner_mesh) and roles.is_first_member()
 
 
 def run_generator(
@@ -225,10 +252,11 @@ def run_generator(
         assert content is not None, "the learner has started"
         last = _make_batches(side, schedule, evaluations, steps, json.loads(content), closing)
         if last is not None and compare is not None:
-            result = compare(*last)
+            with interrupt.exit_on_signal("comparing with plain decoding"):
+                result = compare(*last)
             if roles.is_first_member():
                 mailbox.post_message(_COMPARISON, json.dumps(result._asdict()).encode())
-    return closing.wait_for_status()
+    return wait_for_status()
 
 
 def _make_batches(
@@ -309,13 +337,6 @@ class _ClosingWatch:
     def is_closed(self) -> bool:
         """Returns whether the learner needs no more batches."""
         return self._closed.is_set()
-
-    def wait_for_status(self) -> int:
-        """Waits until the learner's processes are done. Returns their exit status."""
-        self._closed.wait()
-        while (content := mailbox.read_message(_STATUS)) is None:
-            time.sleep(_POLL_SECONDS)
-        return int(content)
 
     def _watch(self) -> None:
         # Nothing waits for these messages, since most runs have none for hours.
