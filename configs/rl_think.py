@@ -65,6 +65,7 @@ from jaxspec.config.settings import (
     DraftTrainingConfig,
     EvalConfig,
     GenerationConfig,
+    LossConfig,
     ModelConfig,
     OfflineConfig,
     OptimizerConfig,
@@ -148,6 +149,8 @@ def get_config(scale: str = "tiny") -> Config:
                 config,
                 schedule=ScheduleConfig(kind="pipelined", lag=1),
                 generation=GenerationConfig(devices=48),
+                # NeMo RL requires this correction in asynchronous runs.
+                loss=LossConfig(importance="tis", logprobs="recompute"),
             )
         case "qwen3_30b_a3b":
             draft = DraftConfig(eagle3=Eagle3Config(ffn=12_288, vocab=32_000))

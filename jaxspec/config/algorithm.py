@@ -116,8 +116,9 @@ class LossConfig(CheckedConfig, prefix="loss."):
     importance: Literal["auto", "none", "tis", "icepop", "sequence_mask"] = "auto"
     """Importance correction by weights exp(old - recorded log-probability). `tis` truncates them at
     importance_max. `icepop` zeros weights outside importance_min and importance_max.
-    `sequence_mask` zeros answers whose geometric mean is outside. `auto` = tis with recomputed
-    log-probabilities if rows lag behind (schedule.lag), else none."""
+    `sequence_mask` zeros answers whose geometric mean is outside. `auto` = none if no row lags
+    behind (schedule.lag), or if ratios to recorded log-probabilities correct for it. Else tis with
+    recomputed ones."""
     importance_min: Weight = 0.0
     """Lower bound of importance weights. 0 = the usual one (icepop 0.5, sequence_mask 0.999)."""
     importance_max: Weight = 0.0
@@ -159,6 +160,29 @@ class LossConfig(CheckedConfig, prefix="loss."):
         # excludes all.
         low, high = USUAL_IMPORTANCE_BOUNDS[self.importance]
         return self.importance_min or low, self.importance_max or high
+
+
+RATIOS_FOR_A_LAG = ("clip", "cispo")
+"""Kinds of loss whose ratios to recorded log-probabilities correct for a lag. Answers as a whole
+leave the bounds of gspo within one update."""
+
+
+def resolve_importance(
+    lag: int, kind: str, function: str, logprobs: str
+) -> tuple[Literal["none", "tis"], str]:
+    """Resolves `loss.importance auto`. Returns the correction, and the source of logprobs.
+
+    Args:
+      lag: updates by which rows lag behind.
+      kind: `loss.kind`.
+      function: `loss.function`.
+      logprobs: `loss.logprobs`.
+    """
+    has_ratio = kind in RATIOS_FOR_A_LAG and not function and logprobs == "reuse"
+    if not lag or has_ratio:
+        return "none", logprobs
+    # The weights compare recomputed with recorded log-probabilities.
+    return "tis", "recompute"
 
 
 USUAL_CLIPS = {

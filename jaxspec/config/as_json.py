@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, get_args, get_origin
 
+from jaxspec.config.algorithm import resolve_importance
 from jaxspec.config.settings import Config, GenerationConfig, ResolvedConfig, ScheduleConfig
 from jaxspec.drafts.kinds import SECTIONS
 from jaxspec.inputs.checked import field_types, require, settings_classes
@@ -195,8 +196,9 @@ def _resolve_lag(values: dict[str, Any]) -> dict[str, Any]:
     lag = values.get("schedule.lag", 0) if values.get("schedule.kind") == "pipelined" else 0
     values = values | {"schedule.lag": lag}
     if values.get("loss.importance") == "auto":
-        correction = {"loss.importance": "tis", "loss.logprobs": "recompute"}
-        values |= correction if lag else {"loss.importance": "none"}
+        names = ("loss.kind", "loss.function", "loss.logprobs")
+        correction = resolve_importance(lag, *(values.get(name, "") for name in names))
+        values |= dict(zip(("loss.importance", "loss.logprobs"), correction, strict=True))
     return values
 
 

@@ -16,6 +16,7 @@ from jaxspec.config.algorithm import (
     OptimizerConfig,
     OverlongConfig,
     Rate,
+    resolve_importance,
     resolve_learning_rates,
 )
 from jaxspec.config.data import DataConfig, EvalConfig, RewardConfig, SetConfig, require_unique
@@ -300,10 +301,11 @@ class Config(CheckedConfig):
         """Settings of the loss, with `loss.importance auto` resolved."""
         if self.loss.importance != "auto":
             return self.loss
-        if not self.schedule.active_lag:
-            return replace(self.loss, importance="none")
-        # The weights compare recomputed with recorded log-probabilities.
-        return replace(self.loss, importance="tis", logprobs="recompute")
+        loss = self.loss
+        importance, logprobs = resolve_importance(
+            self.schedule.active_lag, loss.kind, loss.function, loss.logprobs
+        )
+        return replace(loss, importance=importance, logprobs=logprobs)
 
     @property
     def needs_old_logprobs(self) -> bool:

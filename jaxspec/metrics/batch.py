@@ -68,15 +68,16 @@ def headline_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return numbers | {name: record[key] for name, key in fault_metrics.items() if record.get(key)}
 
 
-def importance_sample_share(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the effective sample size of importance weights, as a share of the labels.
+def effective_shares(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the effective sample size of ratios and importance weights, as shares of the labels.
 
-    Returns nothing without such weights. Source: Kish, Survey Sampling (1965), section 11.7.
+    Source: Kish, Survey Sampling (1965): the square of the sum over the sum of squares.
     """
-    mean_square = record.get("importance/mean_square", 0.0)
-    if not mean_square:
-        return {}
-    return {"importance/effective_share": record["importance/mean"] ** 2 / mean_square}
+    return {
+        f"{family}/effective_share": record[f"{family}/mean"] ** 2 / mean_square
+        for family in ("ratio", "importance")
+        if (mean_square := record.get(f"{family}/mean_square"))
+    }
 
 
 def token_rates(record: Mapping[str, Any]) -> dict[str, float]:

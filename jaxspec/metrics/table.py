@@ -119,6 +119,12 @@ LEARNING = (
     Metric("entropy", "nats per token", "Entropy of the policy that learns."),
     Metric("kl", "nats per token", "Estimated divergence from the reference policy."),
     Metric("ratio/mean", "factor", "Ratio of policy to old policy."),
+    Metric("ratio/mean_square", "factor", "Squares of ratios."),
+    Metric(
+        "ratio/effective_share",
+        "share",
+        "Effective sample size of ratios, of the tokens to learn from.",
+    ),
     Metric("ratio/min", "factor", "Smallest ratio."),
     Metric("ratio/max", "factor", "Largest ratio."),
     Metric(

@@ -131,6 +131,7 @@ def _ratio_metrics(
     ratio = lax.stop_gradient(ratio)
     return {
         "ratio/mean": ratio,
+        "ratio/mean_square": ratio * ratio,
         "ratio/clipped_low": is_clipped_low.astype(ratio.dtype),
         "ratio/clipped_high": is_clipped_high.astype(ratio.dtype),
     }

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxspec.config.settings import ResolvedConfig
-from jaxspec.metrics.batch import headline_numbers, importance_sample_share, token_rates
+from jaxspec.metrics.batch import effective_shares, headline_numbers, token_rates
 from jaxspec.metrics.files import MetricsWriter, read_metrics
 from jaxspec.rl.optimizers import require_progress
 from jaxspec.run.stalls import make_stall_watch
@@ -43,7 +43,7 @@ class BatchReporter:
           Diverged: too many updates in a row were skipped.
         """
         config, metrics = self._config, record.metrics_line
-        metrics |= token_rates(metrics) | importance_sample_share(metrics)
+        metrics |= token_rates(metrics) | effective_shares(metrics)
         self._writer.write_record(metrics)
         self._writer.write_samples(record.batch, record.samples)
         self._progress.update(record.batch + 1, **headline_numbers(metrics))

@@ -144,8 +144,10 @@ def require_complete_batches(config: ResolvedConfig, run: RunState) -> None:
 
 def adapt_filling(config: ResolvedConfig, run: RunState, batches: BatchSource) -> None:
     """Gives a run the batch that rollouts fill, where its schedule has one between two calls."""
-    filling = run.generation.filling or batches.make_progress().filling
-    run.generation.filling = None if config.schedule.kind == "pipelined" else filling
+    if config.schedule.kind == "pipelined":
+        run.generation.filling = None
+    elif run.generation.filling is None:
+        run.generation.filling = batches.make_progress().filling
 
 
 def describe_random_draft(config: ResolvedConfig) -> str:

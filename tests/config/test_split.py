@@ -104,12 +104,19 @@ def test_a_lag_is_at_least_0_and_a_large_one_is_warned_of() -> None:
 
 
 def test_the_correction_follows_the_lag() -> None:
+    """Ratios to recorded log-probabilities correct for it. Where there are none, weights do."""
+
+    def resolve(config: Any, **loss: Any) -> tuple[str, str]:
+        resolved = replace(config, loss=replace(config.loss, **loss)).resolved_loss
+        return resolved.importance, resolved.logprobs
+
     lagging, level = config_of(1), config_of(1, lag=0)
-    assert (lagging.resolved_loss.importance, lagging.resolved_loss.logprobs) == (
-        "tis",
-        "recompute",
-    )
-    assert level.resolved_loss.importance == "none"
+    for kind in ("clip", "cispo", "gspo", "reinforce"):
+        has_ratio = kind in ("clip", "cispo")
+        weighted = ("tis", "recompute")
+        assert resolve(lagging, kind=kind) == (("none", "reuse") if has_ratio else weighted)
+        assert resolve(lagging, kind=kind, logprobs="recompute") == weighted
+        assert resolve(level, kind=kind) == ("none", "reuse")
     assert not lagging.is_on_policy
     assert level.is_on_policy
     reinforced = replace(lagging, loss=replace(lagging.loss, kind="reinforce"))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxspec.metrics.batch import (
+    effective_shares,
     headline_numbers,
-    importance_sample_share,
     merge_rollout_metrics,
     read_depths,
     standard_deviation,
@@ -33,11 +33,11 @@ def test_effective_samples_are_those_of_equal_weights_or_of_few() -> None:
     def share(weights: list[float]) -> float:
         mean, square = np.mean(weights), np.mean(np.square(weights))
         record = {"importance/mean": float(mean), "importance/mean_square": float(square)}
-        return importance_sample_share(record)["importance/effective_share"]
+        return effective_shares(record)["importance/effective_share"]
 
     assert share([0.7] * 8) == pytest.approx(1)
     assert share([1.0, 1.0, *[0.0] * 6]) == pytest.approx(2 / 8)
-    assert importance_sample_share({"importance/mean": 1.0}) == {}
+    assert effective_shares({"importance/mean": 1.0}) == {}
 
 
 def test_a_pipelined_batch_shows_what_its_sides_waited() -> None:
