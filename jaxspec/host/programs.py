@@ -92,11 +92,26 @@ def compile_ahead(
     compiling the next function. Reports slow compiles through `print_line`. `options` are those of
     `jax.jit`.
     """
+    return trace_ahead(function, *arguments, print_line=print_line, **options)()
+
+
+def trace_ahead(
+    function: Callable, *arguments: PyTree, print_line: LinePrinter | None = None, **options: Any
+) -> Callable[[], tuple[Callable, PyTree]]:
+    """Traces a function for abstract arguments.
+
+    Returns a call that compiles it as `compile_ahead` does. It may run in another thread.
+    """
     lowered = jax.jit(function, **options).lower(*arguments)
-    # Past compile times are kept in the cache, so that a report can say how long this one takes.
-    with track_compilation(function, arguments, cache_folder() / "compile_seconds", print_line):
-        program = lowered.compile()
-    return program, jax.tree.map(abstract_leaf, lowered.out_info, program.output_shardings)
+
+    def compile_lowered() -> tuple[Callable, PyTree]:
+        # Past compile times are kept in the cache, so that a report can say how long this one
+        # takes.
+        with track_compilation(function, arguments, cache_folder() / "compile_seconds", print_line):
+            program = lowered.compile()
+        return program, jax.tree.map(abstract_leaf, lowered.out_info, program.output_shardings)
+
+    return compile_lowered
 
 
 def open_weight_link(step: Step, state: TrainState) -> Link:

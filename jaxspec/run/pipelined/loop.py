@@ -158,6 +158,6 @@ def _name_seconds(seconds: dict[str, float]) -> dict[str, Any]:
     """Names the seconds of an account of learning as metrics."""
     total = sum(seconds.values())
     named = {f"time/{name}": value for name, value in seconds.items()}
-    # A batch may be there already, and its new weights may have no use.
-    absent = {"time/exposed_generation": 0.0, "time/swap": 0.0}
-    return {**absent, **named, "time/step": total}
+    # A batch may be there already, with a plan, and its new weights may have no use.
+    absent = ("time/exposed_generation", "time/plan", "time/swap")
+    return {**dict.fromkeys(absent, 0.0), **named, "time/step": total}

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,8 @@ from jaxspec.host.programs import (
     abstract_prompts,
     abstract_scored_rollout,
     compile_ahead,
-    compile_for_generator,
     open_weight_link,
+    trace_ahead,
 )
 from jaxspec.links import Link, open_link
 from jaxspec.processes import mailbox, roles
@@ -246,20 +247,24 @@ def compile_side_programs(
         meshes.row_sharding(step.generator.mesh),
         meshes.replicated_sharding(step.generator.mesh),
     )
-    learning, _ = compile_ahead(
-        learn,
-        *(state, scored),
-        print_line=print_line,
-        donate_argnums=0,
-        out_shardings=learner_layout,
-    )
-    generation, _ = compile_for_generator(
-        step.generator,
-        generate,
-        *(weight_link.target_layout, prompts),
-        print_line=print_line,
-        out_shardings=generator_layout,
-    )
-    return SidePrograms(
-        {"train": learning, "generate": generation}, weight_link.bytes, batch_link.bytes
-    )
+    compile_calls = {
+        "train": trace_ahead(
+            learn,
+            *(state, scored),
+            print_line=print_line,
+            donate_argnums=0,
+            out_shardings=learner_layout,
+        ),
+        "generate": trace_ahead(
+            generate,
+            *(weight_link.target_layout, prompts),
+            print_line=print_line,
+            compiler_options=step.generator.compiler_options,
+            out_shardings=generator_layout,
+        ),
+    }
+    # For thousands of devices most of the compiler's work is on a single core.
+    with ThreadPoolExecutor() as pool:
+        futures = {name: pool.submit(call) for name, call in compile_calls.items()}
+    programs = {name: future.result()[0] for name, future in futures.items()}
+    return SidePrograms(programs, weight_link.bytes, batch_link.bytes)
