@@ -129,19 +129,33 @@ def printed(arguments: list[str], variables: dict[str, str], folder: Path, timeo
     return done.stdout
 
 
-def launch(cache: Path, workdir: Path, devices: int = 2, **changes: object) -> Process:
-    arguments = [sys.executable, "-m", "jaxspec.train", *command(workdir, **changes)]
+TRAIN = ("-m", "jaxspec.train")
+
+
+def launch(
+    cache: Path,
+    workdir: Path,
+    devices: int = 2,
+    program: tuple[str, ...] = TRAIN,
+    **changes: object,
+) -> Process:
+    arguments = [sys.executable, *program, *command(workdir, **changes)]
     return Process(arguments, environment(cache, devices), cache / f"{time.monotonic_ns()}.log")
 
 
 def launch_job(
-    cache: Path, workdir: Path, processes: int, devices: int = 1, **changes: object
+    cache: Path,
+    workdir: Path,
+    processes: int,
+    devices: int = 1,
+    program: tuple[str, ...] = TRAIN,
+    **changes: object,
 ) -> list[Process]:
     """A run of several processes of so many devices each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    arguments = [sys.executable, "-m", "jaxspec.train", *command(workdir, **changes)]
+    arguments = [sys.executable, *program, *command(workdir, **changes)]
     started = []
     for number in range(processes):
         place = {

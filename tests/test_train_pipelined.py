@@ -95,6 +95,44 @@ def test_rows_lag_by_exactly_so_many_updates(lag_1: Path) -> None:
     assert_accounts_close(lag_1)
 
 
+STALLED = """
+import random, runpy, time
+from jaxspec.run.pipelined.programs import PipelinedSchedule
+
+def stall(name):
+    method = getattr(PipelinedSchedule, name)
+
+    def call(*arguments):
+        time.sleep(random.random() * 0.5)
+        return method(*arguments)
+
+    setattr(PipelinedSchedule, name, call)
+
+for name in ("learn", "pack_weights", "load", "measure"):
+    stall(name)
+runpy.run_module("jaxspec.train", run_name="__main__", alter_sys=True)
+"""
+"""A run in which both sides stall at random, differently each time."""
+
+
+@pytest.mark.parametrize(
+    "lag",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.sweep)],
+)
+def test_stalls_of_either_side_change_nothing(cache: Path, tmp_path: Path, lag: int) -> None:
+    settings = APART | {"schedule__lag": lag}
+    launch(cache, tmp_path / "steady", 2, **settings).finish()
+    for process in launch_job(cache, tmp_path / "two", 2, program=("-c", STALLED), **settings):
+        process.finish()
+    launch(cache, tmp_path / "one", 2, program=("-c", STALLED), **settings).finish()
+    for name in ("two", "one"):
+        assert_same_run(tmp_path / name, tmp_path / "steady")
+        stalled, steady = (
+            sum(line["time/step"] for line in lines(tmp_path / each)) for each in (name, "steady")
+        )
+        assert stalled > steady + 1
+
+
 @pytest.mark.slow
 def test_the_policy_is_the_same_whether_its_draft_learns(
     cache: Path, lag_1: Path, tmp_path: Path
