@@ -36,6 +36,7 @@ from jaxspec.run.loop import Host
 from jaxspec.run.pipelined.generation import GenerationSide
 from jaxspec.run.pipelined.programs import PipelinedSchedule
 from jaxspec.run.pipelined.remote import (
+    NO_RESULT,
     announce_start,
     post_status,
     receive_comparison,
@@ -77,7 +78,7 @@ def main(job: Job, interrupt: Interrupt) -> int:
         try:
             status = run_training(workdirs.restore_sizes(job, workdir), interrupt, workdir)
         except Diverged:
-            post_status(job.mesh, 1)
+            post_status(job.mesh, NO_RESULT)
             raise
         post_status(job.mesh, status)
         return status

@@ -27,6 +27,8 @@ from jaxspec.state import PyTree
 from jaxspec.step import Sizes
 from jaxspec.system.interrupt import Interrupt
 
+NO_RESULT = 1
+"""Exit status of a run that ends by `Diverged`."""
 _START = "start"
 """Message with the batch and version at which generation starts."""
 _LAST_EVALUATION = "last_evaluation"
@@ -209,9 +211,16 @@ def receive_has_ended() -> bool:
 
 
 def wait_for_status() -> int:
-    """Waits until the learner's processes are done. Returns their exit status."""
+    """Waits until the learner's processes are done. Returns their exit status.
+
+    Raises:
+      Diverged: theirs is `NO_RESULT`.
+    """
     while (content := mailbox.read_message(_STATUS)) is None:
         time.sleep(_POLL_SECONDS)
+    # An error also ends this process without JAX's shutdown, which would look for the learner.
+    if int(content) == NO_RESULT:
+        raise Diverged("the run has ended without a result; the processes that learn say why")
     return int(content)
 
 
@@ -256,6 +265,7 @@ def run_generator(
                 result = compare(*last)
             if roles.is_first_member():
                 mailbox.post_message(_COMPARISON, json.dumps(result._asdict()).encode())
+    closing.join()
     return wait_for_status()
 
 
@@ -332,11 +342,17 @@ class _ClosingWatch:
         """Whether signals of this process are sent to the learner."""
         self._side, self._interrupt = side, interrupt
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="closing", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="closing", daemon=True)
+        self._thread.start()
 
     def is_closed(self) -> bool:
         """Returns whether the learner needs no more batches."""
         return self._closed.is_set()
+
+    def join(self) -> None:
+        """Waits until the learner needs no more batches."""
+        # A thread that is inside JAX while Python ends would abort the process.
+        self._thread.join()
 
     def _watch(self) -> None:
         # Nothing waits for these messages, since most runs have none for hours.
