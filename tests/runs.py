@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -136,7 +137,7 @@ def launch(
     cache: Path,
     workdir: Path,
     devices: int = 2,
-    program: tuple[str, ...] = TRAIN,
+    program: Any = TRAIN,
     **changes: object,
 ) -> Process:
     arguments = [sys.executable, *program, *command(workdir, **changes)]
@@ -148,7 +149,7 @@ def launch_job(
     workdir: Path,
     processes: int,
     devices: int = 1,
-    program: tuple[str, ...] = TRAIN,
+    program: Any = TRAIN,
     **changes: object,
 ) -> list[Process]:
     """A run of several processes of so many devices each."""

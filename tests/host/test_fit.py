@@ -204,8 +204,9 @@ def test_a_process_of_one_side_counts_that_side_alone() -> None:
     assert not learning.keys() & generation.keys() - {memory.TEMPORARIES}
     assert memory.POOL in generation
 
-    def compile_learner(step: Step) -> Any:
-        return StepSchedule(learner, {"train": Analyzed(1000 * step.learner.micro_tokens)})
+    def compile_learner(step: Step) -> StepSchedule:
+        unused: Any = None
+        return StepSchedule(unused, {"train": Analyzed(1000 * step.learner.micro_tokens)})
 
     limit = sum(learning.values())
     tokens = AutomaticSizes(tokens=True)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,12 +45,13 @@ def split_step(learners: int, generators: int) -> Step:
 
 def prompts_of(step: Step, batch: int) -> Prompts:
     texts = [[*text, 0, 0, 0][:WIDTH] for text in TEXTS] * (PROMPTS // 2)
+    lengths = [len(text) for text in TEXTS] * (PROMPTS // 2)
     prompts = Prompts(
-        tokens=np.asarray(texts, np.int32),
-        lengths=np.asarray([len(text) for text in TEXTS] * (PROMPTS // 2), np.int32),
-        live=np.ones(PROMPTS, bool),
-        stream=np.asarray(0, np.int32),
-        batch=np.asarray(batch, np.int32),
+        tokens=jnp.asarray(texts, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        live=jnp.ones(PROMPTS, bool),
+        stream=jnp.int32(0),
+        batch=jnp.int32(batch),
         **no_history(PROMPTS, WIDTH + NEW),
     )
     mesh = step.generator.mesh
