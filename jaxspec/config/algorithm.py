@@ -163,8 +163,8 @@ class LossConfig(CheckedConfig, prefix="loss."):
 
 
 RATIOS_FOR_A_LAG = ("clip", "cispo")
-"""Kinds of loss whose ratios to recorded log-probabilities correct for a lag. Answers as a whole
-leave the bounds of gspo within one update."""
+"""Kinds of loss whose ratios to recorded log-probabilities correct for a lag. The narrow bounds of
+gspo are meant for updates within a batch."""
 
 
 def resolve_importance(

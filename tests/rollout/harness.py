@@ -30,6 +30,7 @@ from jaxspec.rollout.verify import Distributions, Verdict, block_rule, match_rul
 from jaxspec.sampling import Processing
 from jaxspec.state import Drafter, LengthChooser, NoChooser, Prompts, Rollout
 from tests.conftest import (
+    chi_square,
     eagle3,
     no_history,
     small_mesh,
@@ -300,6 +301,19 @@ def sequence_law(
                 )
         open_prefixes = longer
     return law | open_prefixes
+
+
+def law_p_value(rollout: Rollout, rows: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
+    """The p-value of the responses in some rows under a law of `sequence_law`."""
+    assert sum(law.values()) == pytest.approx(1)
+    index = {sequence: place for place, sequence in enumerate(law)}
+    found = [
+        tuple(rollout.tokens[row, rollout.prompt_lengths[row] : rollout.lengths[row]].tolist())
+        for row in rows
+    ]
+    assert not set(found) - set(index), "sequences that cannot occur"
+    counts = np.bincount([index[sequence] for sequence in found], minlength=len(law))
+    return chi_square(counts, len(rows) * np.array(list(law.values())))
 
 
 def bigram_draft(length: int, table: np.ndarray) -> Draft:

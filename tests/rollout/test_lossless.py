@@ -22,7 +22,7 @@ from jaxspec.rollout.settings import Settings
 from jaxspec.rollout.verify import block_rule, token_rule
 from jaxspec.sampling import Processing
 from jaxspec.state import Prompts, Rollout
-from tests.conftest import FOR_LONG_RUNS, chi_square, tiny_model, tiny_network, tiny_prompts
+from tests.conftest import FOR_LONG_RUNS, tiny_model, tiny_network, tiny_prompts
 from tests.dense import positions_of
 from tests.rollout.harness import (
     FORMS,
@@ -37,6 +37,7 @@ from tests.rollout.harness import (
     draft_of,
     drafter,
     last_token_prompts,
+    law_p_value,
     marked,
     mode_of,
     network_of,
@@ -182,22 +183,8 @@ def test_sequences_have_exactly_the_law_of_plain_decoding(case: Law) -> None:
         assert total.accepted[-1 if draft.is_stochastic and not case.lengths else 0] > 100
         assert total.draft_rounds[-1] > 100
     for number, text in enumerate(texts):
-        law = law_of(text, case.processing, new)
-        assert sum(law.values()) == pytest.approx(1)
-        index = {sequence: place for place, sequence in enumerate(law)}
         rows = np.flatnonzero(np.arange(len(rollout.status)) // GROUP % 2 == number)
-        found = [
-            tuple(rollout.tokens[row, rollout.prompt_lengths[row] : rollout.lengths[row]].tolist())
-            for row in rows
-        ]
-        assert not set(found) - set(index), "sequences that cannot occur"
-        assert (
-            chi_square(
-                np.bincount([index[sequence] for sequence in found], minlength=len(law)),
-                len(rows) * np.array(list(law.values())),
-            )
-            > 1e-3
-        )
+        assert law_p_value(rollout, rows, law_of(text, case.processing, new)) > 1e-3
 
 
 # ---- acceptance that is known

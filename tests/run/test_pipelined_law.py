@@ -17,8 +17,8 @@ from jaxspec.run.pipelined.programs import PipelinedSchedule, compile_pipelined_
 from jaxspec.run.pipelined.queue import BatchPlan
 from jaxspec.state import Prompts, Rollout, ScoredRollout
 from jaxspec.step import Step
-from tests.conftest import chi_square, no_history, tiny_model
-from tests.rollout.harness import numpy_decoder, numpy_processed, sequence_law
+from tests.conftest import no_history, tiny_model
+from tests.rollout.harness import law_p_value, numpy_decoder, numpy_processed, sequence_law
 from tests.whole_step import GROUP, STOP, WIDTH, config_of, host, start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -81,16 +81,8 @@ def score(step: Step, schedule: PipelinedSchedule, rollout: Rollout) -> ScoredRo
 
 def p_value(rollout: Rollout, policy: Decoder, processing: Any, number: int) -> float:
     """Of the answers to a text, under the law of a policy."""
-    law = sequence_law(policy, [*TEXTS[number]], processing, NEW)
-    assert sum(law.values()) == pytest.approx(1)
-    index = {sequence: place for place, sequence in enumerate(law)}
     rows = np.flatnonzero(np.arange(len(rollout.status)) // GROUP % 2 == number)
-    found = [
-        tuple(rollout.tokens[row, rollout.prompt_lengths[row] : rollout.lengths[row]].tolist())
-        for row in rows
-    ]
-    counts = np.bincount([index[sequence] for sequence in found], minlength=len(law))
-    return chi_square(counts, len(rows) * np.array(list(law.values())))
+    return law_p_value(rollout, rows, sequence_law(policy, [*TEXTS[number]], processing, NEW))
 
 
 @pytest.mark.parametrize(
