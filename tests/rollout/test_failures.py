@@ -30,8 +30,8 @@ from tests.rollout.harness import (
     mode_of,
     network_of,
     plain,
-    sequence_law,
 )
+from tests.rollout.laws import sequence_law
 
 pytestmark = pytest.mark.usefixtures("x64")
 

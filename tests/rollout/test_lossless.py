@@ -37,14 +37,13 @@ from tests.rollout.harness import (
     draft_of,
     drafter,
     last_token_prompts,
-    law_p_value,
     marked,
     mode_of,
     network_of,
     numpy_processed,
     plain,
-    sequence_law,
 )
+from tests.rollout.laws import law_p_value, sequence_law
 from tests.rollout.measured import Measured, constant_table
 from tests.twins import numpy_decoder
 

@@ -18,7 +18,9 @@ from jaxspec.run.pipelined.queue import BatchPlan
 from jaxspec.state import Prompts, Rollout, ScoredRollout
 from jaxspec.step import Step
 from tests.conftest import no_history, tiny_model
-from tests.rollout.harness import law_p_value, numpy_decoder, numpy_processed, sequence_law
+from tests.rollout.harness import numpy_processed
+from tests.rollout.laws import law_p_value, sequence_law
+from tests.twins import numpy_decoder
 from tests.whole_step import GROUP, STOP, WIDTH, config_of, host, start
 
 pytestmark = pytest.mark.usefixtures("x64")
